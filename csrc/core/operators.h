@@ -23,6 +23,7 @@
     X(indexer_k_quant_and_cache, smla_indexer_k_cache_args, smla_cache_write_params, cache)        \
     X(dequantize_and_gather_k_cache, smla_gather_k_cache_args, smla_gather_params, cache)          \
     X(reshape_and_cache, smla_reshape_and_cache_args, smla_reshape_params, cache)                  \
+    X(transfer_kv_cache, smla_transfer_kv_cache_args, smla_transfer_params, cache)                 \
     X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params, index)  \
     X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params, index)   \
     X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params, index)   \

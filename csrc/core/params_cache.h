@@ -55,6 +55,16 @@ typedef struct smla_reshape_params {
     smla_head_write parts[SMLA_WRITTEN_PARTS]; /* keys, values */
 } smla_reshape_params;
 
+enum { SMLA_TRANSFER_SRC, SMLA_TRANSFER_DST, SMLA_TRANSFER_SIDES };
+
+typedef struct smla_transfer_params {
+    smla_call call;
+    /* Both caches and their slots, as those of a write without rows. */
+    smla_cache_write_params sides[SMLA_TRANSFER_SIDES];
+    /* All bytes of a cache that is in host memory while the slots are on a device; else NULL. */
+    smla_byte_range host_memory[SMLA_TRANSFER_SIDES];
+} smla_transfer_params;
+
 /* gather_kv_cache, whose requests share the rows of out, and dequantize_and_gather_k_cache, where
  * each request has rows of its own. */
 typedef struct smla_gather_params {

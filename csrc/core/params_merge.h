@@ -43,5 +43,9 @@ typedef struct smla_merge_partials_params {
     smla_call call;
     smla_merge_rows rows;
     int64_t num_parts; /* 1...SMLA_MAX_PARTS */
+    /* Bit i: part i has its out, or its lse, in memory of another GPU, which the backend refuses if
+     * the call's device cannot read it. */
+    uint64_t remote_outs;
+    uint64_t remote_lses;
     smla_merge_part parts[SMLA_MAX_PARTS];
 } smla_merge_partials_params;

@@ -137,6 +137,18 @@ smla_normal_device(DLDevice device)
     return device;
 }
 
+const DLTensor *
+smla_see_from(DLDevice home, DLDeviceType other, const DLTensor *tensor, DLTensor *seen)
+{
+    if (tensor == NULL || home.device_type != kDLCUDA ||
+        smla_normal_device(tensor->device).device_type != other) {
+        return tensor;
+    }
+    *seen = *tensor;
+    seen->device = home;
+    return seen;
+}
+
 smla_status
 smla_refuse(const smla_checker *c, const char *format, ...)
 {

@@ -159,6 +159,12 @@ smla_status smla_require_kv_scale(smla_checker *checker, const char *name,
  * CPU, number 0. */
 DLDevice smla_normal_device(DLDevice device);
 
+/* An array as `home` sees it, if `home` is a GPU and the array is in memory of a device of type
+ * `other`: as an array of `home`, in `seen`. The backend then asks the driver whether `home`
+ * reaches it. Any other array, or none, is returned as it is. */
+const DLTensor *smla_see_from(DLDevice home, DLDeviceType other, const DLTensor *tensor,
+                              DLTensor *seen);
+
 /* Checks that no output shares memory with another array, except with the input that it may be. */
 smla_status smla_require_disjoint(const smla_checker *checker);
 

@@ -120,9 +120,10 @@ smla_cuda_launch_lightning_indexer(const smla_lightning_params *p, const smla_cu
     return code;
 }
 
-/* The function of an operator in the backend's table. A call that is empty has nothing to do. A
- * call in checked mode first reads the values that the CPU would refuse. */
-#define OPERATOR(name, params_type, is_empty, check)                                   \
+/* The function of an operator in the backend's table. A call that is empty has nothing to do.
+ * `requirement` is asked of every call. A call in checked mode then reads the values that the CPU
+ * would refuse. */
+#define OPERATOR_THAT(name, params_type, is_empty, requirement, check)                 \
     static smla_status name(const params_type *p, smla_error *error)                   \
     {                                                                                  \
         cuda_call call;                                                                \
@@ -130,11 +131,17 @@ smla_cuda_launch_lightning_indexer(const smla_lightning_params *p, const smla_cu
             return SMLA_OK;                                                            \
         }                                                                              \
         SMLA_TRY(begin_call(&p->call, &call, error));                                  \
-        const smla_status status = call.is_checked ? (check) : SMLA_OK;                \
+        smla_status status = (requirement);                                            \
+        if (status == SMLA_OK && call.is_checked) {                                    \
+            status = (check);                                                          \
+        }                                                                              \
         return status == SMLA_OK                                                       \
                    ? end_launch(&call, smla_cuda_launch_##name(p, call.device), error) \
                    : end_call(&call, status, error);                                   \
     }
+
+#define OPERATOR(name, params_type, is_empty, check) \
+    OPERATOR_THAT(name, params_type, is_empty, SMLA_OK, check)
 
 /* The projection of an input that the first launch quantises. */
 static cudaError_t
@@ -167,14 +174,16 @@ OPERATOR(combine_topk_swa_indices, smla_combine_topk_swa_params, NO_TOKENS,
          smla_cuda_check_combine_topk_swa(p, error))
 OPERATOR(build_mixed_sparse_indices, smla_mixed_indices_params, NO_TOKENS,
          smla_cuda_check_mixed_indices(p, error))
+OPERATOR(cp_local_positions, smla_rank_lists_params, p->num_rows * p->num_columns == 0, NO_VALUES)
+OPERATOR(cp_local_topk, smla_rank_lists_params, p->num_rows == 0, NO_VALUES)
+OPERATOR(cp_local_lengths, smla_rank_lists_params, p->num_columns == 0, NO_VALUES)
 OPERATOR(fill_step_lists, smla_step_lists_params, p->num_rows == 0, NO_VALUES)
 OPERATOR(fill_paged_lists, smla_paged_step_params, false /* sums of no requests are 0 */, NO_VALUES)
 OPERATOR(key_ranges, smla_key_ranges_params, p->reqs.num_tokens == 0, NO_VALUES)
 OPERATOR(top_k_per_row, smla_top_k_params, NO_TOKENS, check_chosen_slots(p, error))
+OPERATOR(top_k_merge, smla_top_k_merge_params, NO_TOKENS, NO_VALUES)
 OPERATOR(merge_attn_states, smla_merge_params, p->rows.num_tokens * p->rows.num_heads == 0,
          NO_VALUES)
-OPERATOR(merge_attn_partials, smla_merge_partials_params,
-         p->rows.num_tokens * p->rows.num_heads == 0, NO_VALUES)
 OPERATOR(split_kv_b_proj, smla_split_kv_b_proj_params, p->nope_dim == 0 && p->value_dim == 0,
          NO_VALUES)
 OPERATOR(absorb_q_proj, smla_absorb_params, p->num_rows == 0 || p->num_latents == 0, NO_VALUES)
@@ -206,6 +215,97 @@ OPERATOR(indexer_logits, smla_logits_params, p->num_tokens == 0 || p->num_column
          smla_cuda_check_logits(p, error))
 OPERATOR(lightning_indexer, smla_lightning_params, p->logits.num_tokens == 0,
          check_lightning_values(p, error))
+
+/* Turns a cache's addresses into those by which the device reaches its host memory, if it is there.
+ * Refuses memory that is not pinned, and memory of which only a part is. */
+static smla_status
+reach_host_memory(smla_transfer_params *p, int side, smla_error *error)
+{
+    smla_cache_write_params *const cache = &p->sides[side];
+    const smla_byte_range host = p->host_memory[side];
+    struct cudaPointerAttributes first = {.devicePointer = NULL};
+    struct cudaPointerAttributes last = {.devicePointer = NULL};
+    if (host.low == NULL) {
+        return SMLA_OK;
+    }
+    cudaError_t code = cudaPointerGetAttributes(&first, host.low);
+    if (code == cudaSuccess) {
+        code = cudaPointerGetAttributes(&last, host.high - 1);
+    }
+    SMLA_TRY(smla_cuda_status(p->call.op, "cudaPointerGetAttributes", code, error));
+    const uint8_t *const low = first.devicePointer;
+    const uint8_t *const high = last.devicePointer;
+    if (first.type == cudaMemoryTypeUnregistered || last.type == cudaMemoryTypeUnregistered ||
+        high - low != host.high - 1 - host.low) {
+        return smla_fail_value(
+            error, p->call.op,
+            "`%s` must be on cuda:%d like `src_slots` or in pinned host memory, got host memory "
+            "that is not pinned",
+            cache->cache_name, p->call.stream.device_id);
+    }
+    const ptrdiff_t distance = low - host.low;
+    cache->kv.base += distance;
+    cache->kv.scales += distance;
+    return SMLA_OK;
+}
+
+/* A copy of rows, whose caches the driver may know to be in pinned host memory. */
+static smla_status
+transfer_kv_cache(const smla_transfer_params *given, smla_error *error)
+{
+    smla_transfer_params p = *given;
+    cuda_call call;
+    if (p.sides[SMLA_TRANSFER_DST].num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&p.call, &call, error));
+    smla_status status = SMLA_OK;
+    for (int i = 0; i < SMLA_TRANSFER_SIDES && status == SMLA_OK; i++) {
+        status = reach_host_memory(&p, i, error);
+    }
+    for (int i = 0; i < SMLA_TRANSFER_SIDES && status == SMLA_OK && call.is_checked; i++) {
+        status = smla_cuda_check_cache_write(&p.sides[i], error);
+    }
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_transfer_kv_cache(&p, call.device), error)
+               : end_call(&call, status, error);
+}
+
+/* Refuses memory of another GPU that the current device cannot read: there is no path to it, or
+ * nobody has mapped it or turned on peer access. */
+static smla_status
+require_reach(const smla_call *call, const char *name, int64_t part, const void *memory,
+              smla_error *error)
+{
+    struct cudaPointerAttributes found = {.devicePointer = NULL};
+    SMLA_TRY(smla_cuda_status(call->op, "cudaPointerGetAttributes",
+                              cudaPointerGetAttributes(&found, memory), error));
+    return found.devicePointer != NULL
+               ? SMLA_OK
+               : smla_fail_value(error, call->op,
+                                 "`%s[%lld]` must be in memory that cuda:%d can read, got memory "
+                                 "of cuda:%d without peer access",
+                                 name, (long long)part, call->stream.device_id, found.device);
+}
+
+static smla_status
+require_parts_in_reach(const smla_merge_partials_params *p, smla_error *error)
+{
+    const uint64_t remote = p->remote_outs | p->remote_lses;
+    for (int64_t i = 0; i < p->num_parts && remote >> i != 0; i++) {
+        if (p->remote_outs >> i & 1) {
+            SMLA_TRY(require_reach(&p->call, "outs", i, p->parts[i].out, error));
+        }
+        if (p->remote_lses >> i & 1) {
+            SMLA_TRY(require_reach(&p->call, "lses", i, p->parts[i].lse, error));
+        }
+    }
+    return SMLA_OK;
+}
+
+OPERATOR_THAT(merge_attn_partials, smla_merge_partials_params,
+              p->rows.num_tokens * p->rows.num_heads == 0, require_parts_in_reach(p, error),
+              NO_VALUES)
 
 /* The projections, which are cuBLAS's or kernels of e4m3. */
 static smla_status

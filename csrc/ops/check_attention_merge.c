@@ -157,6 +157,21 @@ require_num_parts(const smla_checker *c, const smla_parts_arg *outs, int64_t *nu
     return SMLA_OK;
 }
 
+/* The parts of a list that are on another GPU than the call, a bit for each. */
+static uint64_t
+find_remote(const smla_checker *c, const smla_parts_arg *given)
+{
+    uint64_t remote = 0;
+    for (int64_t i = 0; given->stacked == NULL && i < given->count; i++) {
+        const DLTensor *const part = given->list[i];
+        const bool is_remote = part->device.device_type == kDLCUDA &&
+                               part->device.device_id != c->device.device_id &&
+                               !smla_is_empty(part);
+        remote |= (uint64_t)is_remote << i;
+    }
+    return remote;
+}
+
 /* Checks arrays number `start` and on of a list by `rule`. A checker has no room for all of them,
  * so it forgets them. */
 static smla_status
@@ -165,21 +180,24 @@ require_list(smla_checker *c, const smla_parts_arg *given, int64_t start, smla_r
     const char *const argument = rule.name;
     for (int64_t i = start; i < given->count; i++) {
         char name[32];
+        DLTensor seen;
         snprintf(name, sizeof name, "%s[%lld]", argument, (long long)i);
         rule.name = name;
-        rule.tensor = given->list[i];
+        rule.tensor = smla_see_from(c->device, kDLCUDA, given->list[i], &seen);
         SMLA_TRY(smla_require(c, &rule));
         c->num_arrays--;
     }
     return SMLA_OK;
 }
 
-/* Checks parts that are a list. The first one, which the checker remembers, tells the device, the
- * dtype and the shape. */
+/* Checks parts that are a list. The first one, which the checker remembers as `seen`, tells the
+ * dtype and the shape. The call runs on the GPU of `out`, because each part may be on another. */
 static smla_status
-require_listed(smla_checker *c, const smla_parts_arg *outs)
+require_listed(smla_checker *c, const smla_parts_arg *outs, const DLTensor *out, DLTensor *seen)
 {
-    const DLTensor *const first = outs->list[0];
+    const bool has_device = out != NULL && out->device.device_type == kDLCUDA;
+    const DLDevice home = has_device ? out->device : (DLDevice){.device_type = kDLCPU};
+    const DLTensor *const first = smla_see_from(home, kDLCUDA, outs->list[0], seen);
     const merge_sizes any = {SMLA_ANY, SMLA_ANY, SMLA_ANY};
     smla_rule rule = rule_of_out("outs[0]", first, SMLA_DTYPE_FLOATS, &any);
     SMLA_TRY(smla_require(c, &rule));
@@ -189,7 +207,8 @@ require_listed(smla_checker *c, const smla_parts_arg *outs)
 }
 
 static smla_status
-require_outs(smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
+require_outs(smla_checker *c, const smla_parts_arg *outs, const DLTensor *out, int64_t *num_parts,
+             DLTensor *seen)
 {
     if (outs->stacked == NULL && outs->list == NULL) {
         return smla_require_pointer(c->op, "outs", NULL, c->error);
@@ -198,7 +217,7 @@ require_outs(smla_checker *c, const smla_parts_arg *outs, int64_t *num_parts)
         SMLA_TRY(require_stacked(c, outs->stacked));
     }
     SMLA_TRY(require_num_parts(c, outs, num_parts));
-    return outs->stacked != NULL ? SMLA_OK : require_listed(c, outs);
+    return outs->stacked != NULL ? SMLA_OK : require_listed(c, outs, out, seen);
 }
 
 static smla_status
@@ -262,8 +281,9 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
 {
     int64_t num_parts = 0;
     smla_checker c;
+    DLTensor seen;
     smla_open_checker(&c, "merge_attn_partials", error);
-    SMLA_TRY(require_outs(&c, &args->outs, &num_parts));
+    SMLA_TRY(require_outs(&c, &args->outs, args->out, &num_parts, &seen));
     const DLTensor first = take_part(&args->outs, 0);
     const merge_sizes sizes = sizes_of(&first);
     const unsigned dtype = smla_dtype(&first);
@@ -278,6 +298,8 @@ smla_check_merge_attn_partials(const smla_merge_attn_partials_args *args,
     params->call = smla_call_of(&c, args->stream, NULL);
     params->rows = rows_of(&sizes, smla_float_type_of(&first), &sinks, args->out, args->lse);
     params->num_parts = num_parts;
+    params->remote_outs = find_remote(&c, &args->outs);
+    params->remote_lses = find_remote(&c, &args->lses);
     for (int64_t i = 0; i < num_parts; i++) {
         const DLTensor out = take_part(&args->outs, i);
         const DLTensor lse = take_part(&args->lses, i);

@@ -239,6 +239,53 @@ smla_check_reshape_and_cache(const smla_reshape_and_cache_args *args, smla_resha
     return SMLA_OK;
 }
 
+/* ---- Transfer ------------------------------------------------------------------------------ */
+
+smla_status
+smla_check_transfer_kv_cache(const smla_transfer_kv_cache_args *args, smla_transfer_params *params,
+                             const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view views[SMLA_TRANSFER_SIDES];
+    DLTensor seen[SMLA_TRANSFER_SIDES];
+    const smla_named_array slots[] = {SMLA_NAMED(args, src_slots), SMLA_NAMED(args, dst_slots)};
+    smla_cache_rule caches[] = {SMLA_CACHE_OF(args, src, SMLA_KV_ALL, 0),
+                                SMLA_CACHE_OF(args, dst, SMLA_KV_ALL, SMLA_RULE_OUTPUT)};
+    smla_open_checker(&c, "transfer_kv_cache", error);
+    /* The slots come first, because they decide the device. */
+    for (int i = 0; i < SMLA_TRANSFER_SIDES; i++) {
+        SMLA_TRY(smla_require_1d(&c, slots[i].name, slots[i].tensor,
+                                 SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                 i == 0 ? SMLA_ANY : smla_size(slots[0].tensor, 0),
+                                 SMLA_RULE_ANY_LAST_STRIDE,
+                                 i == 0 ? NULL : "an entry per entry of `src_slots`"));
+    }
+    for (int i = 0; i < SMLA_TRANSFER_SIDES; i++) {
+        const DLTensor *const given = caches[i].tensor;
+        caches[i].tensor = smla_see_from(c.device, kDLCPU, given, &seen[i]); /* if pinned */
+        SMLA_TRY(smla_require_kv(&c, &caches[i], &views[i]));
+        const bool is_host = caches[i].tensor != given;
+        params->host_memory[i] =
+            is_host ? c.arrays[c.num_arrays - 1].range : (smla_byte_range){.low = NULL};
+    }
+    c.arrays[c.num_arrays - 1].may_be[0] = caches[0].tensor;
+    const smla_kv_format_info *const src = views[0].format;
+    const smla_kv_format_info *const dst = views[1].format;
+    if (smla_row_as_read(dst)->number != src->number) {
+        return smla_refuse(&c,
+                           "`dst` must be of the format of `src`, %s with %d elements a token, got "
+                           "%s with %d",
+                           src->name, src->row_elements, dst->name, dst->row_elements);
+    }
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->call = smla_call_of(&c, args->stream, dst);
+    for (int i = 0; i < SMLA_TRANSFER_SIDES; i++) {
+        smla_fill_cache_write(&params->call, caches[i].name, &views[i], slots[i].name,
+                              slots[i].tensor, &params->sides[i]);
+    }
+    return SMLA_OK;
+}
+
 /* ---- Read ---------------------------------------------------------------------------------- */
 
 smla_status

@@ -178,7 +178,10 @@ typedef struct smla_parts_arg {
 
 /* Merges 1...64 partial results over disjoint keys in one pass, always in the order of the parts. A
  * part with an lse of -inf or +inf has no say, whatever its row holds. If all are such, the row is
- * that of part 0, and lse is -inf. Two parts give the bits of merge_attn_states. */
+ * that of part 0, and lse is -inf. Two parts give the bits of merge_attn_states.
+ *
+ * The GPU of `out` merges. Arrays of a list may be on other GPUs if it can read their memory, which
+ * is mapped there or has peer access. What wrote that memory must be done. */
 typedef struct smla_merge_attn_partials_args {
     size_t struct_size;
     smla_parts_arg outs;       /* N of [T, H, V] bf16 | fp16 | fp32 */

@@ -152,6 +152,27 @@ typedef struct smla_reshape_and_cache_args {
 SMLA_API smla_status smla_reshape_and_cache(const smla_reshape_and_cache_args *args,
                                             smla_error *error);
 
+/* Copies rows from a cache to another one of the same format, byte for byte: row i from slot
+ * src_slots[i] of src to slot dst_slots[i] of dst. Rows with a negative slot in either list are
+ * skipped; slots past the end are as in concat_and_cache_mla. Bytes of a slot that is written twice
+ * are undefined. dst may be src, as a whole, if no row is both read and written.
+ *
+ * On CUDA, where the slots are, each cache is in memory of their device or in host memory that CUDA
+ * has pinned, whatever device its DLTensor names; the device reads and writes it in place. */
+typedef struct smla_transfer_kv_cache_args {
+    size_t struct_size;
+    const DLTensor *src;       /* a cache of any format */
+    const DLTensor *dst;       /* out: a cache of the same format, with pages of any size */
+    const DLTensor *src_slots; /* [N] int64 | int32; slot = page * block_size + row number */
+    const DLTensor *dst_slots; /* [N] int64 | int32 */
+    int32_t kv_format;
+    int64_t block_size; /* caches [pages, page bytes] need it; else 0, or that of both */
+    void *stream;
+} smla_transfer_kv_cache_args;
+
+SMLA_API smla_status smla_transfer_kv_cache(const smla_transfer_kv_cache_args *args,
+                                            smla_error *error);
+
 #ifdef __cplusplus
 }
 #endif

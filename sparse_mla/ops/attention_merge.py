@@ -117,12 +117,17 @@ def merge_attn_partials(
     Parameters
     ----------
     outs : [N, T, H, V] bf16, fp16 or fp32, or a list of N arrays [T, H, V]
-        1 to 64 parts. Arrays of a list may have different strides; nothing is copied.
+        1 to 64 parts. N, T and H may have any strides, in arrays of a list their own: the view of a
+        buffer that all_to_all received, in whatever order, is taken as it is. Nothing is copied.
     lses : [N, T, H] fp32, or a list of N arrays [T, H]
-        Natural logarithms.
+        Natural logarithms, any strides.
     attn_sink : [>= H] fp32, optional
-        -inf has no effect, +inf makes out 0.
+        -inf has no effect, +inf makes out 0. With heads split over ranks, the slice of the rank.
     out : [T, H, V], the dtype of outs, or bf16 or fp16 of fp32 outs, optional
+        Its GPU merges, and arrays of a list may be in memory of other GPUs that this one can read:
+        mapped (symmetric memory, cudaIpc, VMM) or with peer access. No order is made with what
+        wrote them: put a barrier before the call. Without `out` and `lse`, the GPU of outs[0]
+        merges.
     lse : [T, H] fp32, optional
     stream : int handle or stream object, optional
 
@@ -133,8 +138,9 @@ def merge_attn_partials(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        No parts, more than 64, as many lses as there are not outs; shapes that differ; an output
-        that overlaps a part. `help(sparse_mla.ops)` lists the errors that every operator raises.
+        No parts, more than 64, as many lses as there are not outs; shapes that differ; a part in
+        memory that the GPU cannot read; an output that overlaps a part. `help(sparse_mla.ops)`
+        lists the errors that every operator raises.
 
     Source: section 2.2 of "FlashInfer" (arXiv:2501.01005), the attention state's merge operator.
 
@@ -148,7 +154,14 @@ def merge_attn_partials(
 
     PyTorch
     -------
-    Partial results over disjoint keys as one: `sparse_mla.merge_attn_partials`.
+    Partial results over disjoint keys as one: `sparse_mla.merge_attn_partials`. With heads split
+    over N ranks, a rank gets the parts of its heads by one exchange, from `out=send.transpose(0,
+    1)` of the attention. `send`, [H, T, V], and `received` are contiguous, and so are those of lse:
+
+        dist.all_to_all_single(received, send)
+        dist.all_to_all_single(received_lse, send_lse)
+        parts, lses = (x.unflatten(0, (N, -1)).transpose(1, 2) for x in (received, received_lse))
+        out, lse = merge_attn_partials(parts, lses, attn_sink=sinks.chunk(N)[rank])
 
     >>> import torch
     >>> import sparse_mla.integrations.torch as smla

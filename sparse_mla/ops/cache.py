@@ -1,4 +1,4 @@
-"""Writes tokens to a cache."""
+"""Writes tokens to a cache, and copies rows between caches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = [
     "indexer_k_quant_and_cache",
     "quantize_and_insert_k_cache",
     "reshape_and_cache",
+    "transfer_kv_cache",
 ]
 
 
@@ -376,4 +377,98 @@ def reshape_and_cache(
     >>> keys, values = write(k, k + 1, keys, values, jnp.array([6]))
     >>> float(keys[1, 2, 0, 0]), float(values[1, 2, 0, 0]), float(keys.sum())
     (1.0, 2.0, 8.0)
+    """
+
+
+@operator
+def transfer_kv_cache(
+    src: Array,
+    dst: Written,
+    src_slots: Array,
+    dst_slots: Array,
+    *,
+    kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    stream: Stream = None,
+) -> Written:
+    """Copy rows from one cache to another one of the same format, byte for byte.
+
+    Row i goes from slot `src_slots[i]` of `src` to slot `dst_slots[i]` of `dst`. Engines move pages
+    with it: to swap requests out and in, to share prefixes, to pass prefills on to decodes.
+
+    On CUDA, where the slots are, each cache may be in memory of their device or in pinned host
+    memory: a CPU tensor of PyTorch that is pinned, or an ndarray over memory of
+    `cupy.cuda.alloc_pinned_memory`. The kernel reads and writes that memory in place, in one
+    launch. The call returns at once, so the host must wait for the stream before it reads what was
+    written, or writes what is read. A call that is not captured keeps the memory until it is over.
+
+    Parameters
+    ----------
+    src : [pages, block_size, row]
+        A cache of any format (docs/formats.md). It may also have a head axis, or be flat; split
+        pages may be [pages, bytes].
+    dst : [pages, block_size, row], the format of src, written
+        Its page size and strides need not be those of `src`. It may be `src` itself if no row is
+        both read and written; otherwise these rows are undefined. Views of one buffer must not
+        share rows.
+    src_slots : [N] int64 or int32
+        Where rows come from. A row with a negative slot in either list is skipped. A slot past the
+        end is a ValueError on the CPU, before anything is written; on CUDA its row is skipped.
+    dst_slots : [N] int64 or int32
+        Where rows go to. If a slot is there twice, the bytes of its row are undefined.
+    kv_format : name of a cache format, optional
+        That of both caches. None takes it from their dtypes and last dimensions. Rows of 528 and
+        288 bytes and split pages as [pages, bytes] need it.
+    block_size : int, optional
+        Tokens per page of both caches. Only split pages as [pages, bytes] need it.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    dst, the same object.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A slot past the end (CPU), caches of two formats, caches that overlap, host memory that is
+        not pinned. `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: swap_blocks and copy_blocks of vLLM; formats in csrc/core/kv_format.h.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> src, dst = np.zeros((2, 64, 656), np.uint8), np.zeros((9, 16, 656), np.uint8)
+    >>> src[1, 1] = 7
+    >>> _ = sparse_mla.transfer_kv_cache(src, dst, np.array([65, -1]), np.array([18, 0]))
+    >>> int(dst[1, 2, 655]), int((dst != 0).sum())
+    (7, 656)
+
+    PyTorch
+    -------
+    Rows of a cache to another one: `sparse_mla.transfer_kv_cache`. Writes `dst`. A function that
+    PyTorch compiles has both caches on the device of the slots.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> src, dst = torch.full((2, 64, 656), 7, dtype=torch.uint8), torch.zeros(9, 16, 656)
+    >>> copy = torch.compile(smla.transfer_kv_cache, backend="aot_eager")
+    >>> dst = copy(src, dst.to(torch.uint8), torch.tensor([65, -1]), torch.tensor([18, 0]))
+    >>> dst[1, 2, 655].item(), (dst != 0).sum().item()
+    (7, 656)
+
+    JAX
+    ---
+    The cache after `sparse_mla.transfer_kv_cache`, in place of a donated `dst`. Both caches are in
+    one memory.
+
+    Returns: A new array, the shape and dtype of dst.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> copy = jax.jit(smla.transfer_kv_cache, donate_argnums=1)
+    >>> src, dst = jnp.full((2, 64, 656), 7, jnp.uint8), jnp.zeros((9, 16, 656), jnp.uint8)
+    >>> dst = copy(src, dst, jnp.array([65, -1]), jnp.array([18, 0]))
+    >>> int(dst[1, 2, 655]), int((dst != 0).sum())
+    (7, 656)
     """

@@ -178,6 +178,86 @@ def test_strides(dtype):
     check(one, np.broadcast_to(lses[:1], lses.shape))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_a_few_parts_have_the_bits_of_many(dtype, num_parts, has_sink):
+    """GPUs have a kernel for few parts of the same strides. Another stride, and an empty part more,
+    take the one for many."""
+    outs, lses = make_parts(DTYPES[dtype], num_parts, (40, 9), 520, seed=7)
+    lses[:, 10:20] *= 100
+    lses[:, 20] = lses[0, 20]
+    for token in range(21, 21 + 2**num_parts - 1):
+        empty = [bool((token - 20) >> part & 1) for part in range(num_parts)]
+        lses[empty, token], outs[empty, token] = EMPTY[token % 2], np.nan
+    lses[:, 37] = -np.inf
+    sink = np.linspace(-3, 3, 9).astype(np.float32) if has_sink else None
+    few = merge(outs, lses, sink)
+    wide = np.zeros((*outs.shape[1:3], 528), outs.dtype)
+    wide[..., :520] = outs[0]
+    wider = np.zeros((40, 18), np.float32)
+    wider[:, ::2] = lses[0]
+    ones = np.full((6 - num_parts, *outs.shape[1:]), 1).astype(outs.dtype)
+    none = np.full((6 - num_parts, *lses.shape[1:]), -np.inf, np.float32)
+    for many in (
+        (list(outs), [wider[:, ::2], *lses[1:]]),
+        ([wide[..., :520], *outs[1:]], list(lses)),
+        (np.concatenate([outs, ones]), np.concatenate([lses, none])),
+    ):
+        out, lse = merge(*many, sink)
+        known = ~np.isneginf(lse)
+        assert_same_bits(out[known], few[0][known])
+        assert_same_bits(lse, few[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_receive_buffers_are_merged_as_they_are(dtype, ranks):
+    """Heads are split over ranks, and each rank merges what all_to_all gave it: [N, T, H / N, V]
+    from results [T, H, V], or [N, H / N, T, V] from results [H, T, V]. Each has its sinks."""
+    outs, lses = make_parts(DTYPES[dtype], ranks, (6, 16), seed=3)
+    lses[1, 2, :5], lses[0, :, 5], outs[0, :, 5] = -np.inf, np.inf, np.nan
+    sink = np.linspace(-3, 3, 16).astype(np.float32)
+    kind = DTYPES["bf16"] if dtype == "fp32" else None
+    want = check(outs, lses, sink, kind)
+
+    def exchange(sent, rank):
+        return np.stack([x[rank] for x in sent])
+
+    def by_rank(x):
+        return np.ascontiguousarray(np.moveaxis(x.reshape(6, ranks, -1, *x.shape[2:]), 1, 0))
+
+    def heads_first(x):
+        return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(ranks, -1, 6, *x.shape[2:])
+
+    for rank in range(ranks):
+        own = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
+        parts = [exchange([by_rank(x) for x in side], rank) for side in (outs, lses)]
+        turned = [exchange([heads_first(x) for x in side], rank) for side in (outs, lses)]
+        views = [x.swapaxes(1, 2) for x in turned]
+        whole = [x[:, :, own] for x in (outs, lses)]
+        apart = [[np.array(x) for x in side[::-1]][::-1] for side in whole]  # made last to first
+        for given in (parts, views, whole, apart, [list(x) for x in views]):
+            out, lse = merge(*given, sink[own], kind)
+            assert_same_bits(out, want[0][:, own])
+            assert_same_bits(lse, want[1][:, own])
+
+
+def test_lses_of_any_strides():
+    """Backwards, in another order of dimensions, and one for all parts or heads."""
+    outs, lses = make_parts(ref.BF16, 3, (6, 8))
+    orders = itertools.permutations(range(3))
+    turned = [np.ascontiguousarray(lses.transpose(x)).transpose(np.argsort(x)) for x in orders]
+    for given in (*turned, np.ascontiguousarray(lses[::-1])[::-1], list(turned[-1])):
+        got = merge(outs, given)
+        want = merge(outs, lses)
+        assert_same_bits(got[0], want[0])
+        assert_same_bits(got[1], want[1])
+    for one in (lses[:1], lses[:, :, :1]):
+        view = np.broadcast_to(one, lses.shape)
+        assert_same_bits(merge(outs, view)[0], merge(outs, np.array(view))[0])
+
+
 @pytest.mark.parametrize("num_parts", [2, 3, 7])
 def test_parts_of_the_keys_are_the_whole(num_parts):
     """Attention over parts of the keys is merged and compared with fp64 attention over all."""

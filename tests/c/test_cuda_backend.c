@@ -55,6 +55,7 @@ static const int num_reads_of[NUM_CALLS] = {
     [OP_quantize_and_insert_k_cache] = 1,
     [OP_indexer_k_quant_and_cache] = 1,
     [OP_reshape_and_cache] = 1,
+    [OP_transfer_kv_cache] = 2,
     [OP_gather_kv_cache] = 3,
     [OP_dequantize_and_gather_k_cache] = 3,
     [OP_convert_req_index_to_global_index] = 1,
@@ -84,6 +85,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                            .num_tokens = count,
                                            .slot_mapping = device_zeros,
                                            .slot_stride = 1};
+    const smla_transfer_params transfer = {.call = call, .sides = {write, write}};
     const smla_gather_params gather = {.call = call,
                                        .num_reqs = count,
                                        .num_blocks = 1,
@@ -186,6 +188,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_gather_kv_cache: return b->gather_kv_cache(&gather, &error);
     case OP_dequantize_and_gather_k_cache: return b->dequantize_and_gather_k_cache(&gather, &error);
     case OP_dequantize_kv_cache: return b->dequantize_kv_cache(&dequantize, &error);
+    case OP_transfer_kv_cache: return b->transfer_kv_cache(&transfer, &error);
     case OP_convert_req_index_to_global_index:
         return b->convert_req_index_to_global_index(&convert, &error);
     case OP_varlen_attention: return b->attend(&varlen, &error);
@@ -342,6 +345,113 @@ test_chunks_of_lightning_indexer(void)
     const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
     const smla_lightning_params call = {
         .call = {.op = "lightning_indexer", .stream = stream},
+/* A transfer from or to host memory: the device gets its own address of it if all of it is
+ * pinned. */
+static void
+test_pinned_host_memory(void)
+{
+    static uint8_t memory[64], alias[64];
+    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
+    begin();
+    cpu_status = SMLA_OK;
+    EXPECT_OK(call_operator(OP_transfer_kv_cache, stream, 1));
+    set_env("SPARSE_MLA_CHECK", "1");
+    for (int side = 0; side < SMLA_TRANSFER_SIDES; side++) {
+        static const char *const names[] = {"src", "dst"};
+        const smla_call call = {.op = "transfer_kv_cache", .stream = stream};
+        char text[160];
+        smla_transfer_params p = {.call = call};
+        for (int i = 0; i < SMLA_TRANSFER_SIDES; i++) {
+            p.sides[i] = (smla_cache_write_params){.call = call,
+                                                   .cache_name = names[i],
+                                                   .num_tokens = 1,
+                                                   .slot_mapping = device_zeros};
+        }
+        p.sides[side].kv = (smla_kv_view){.base = memory + 24, .scales = memory + 40};
+        p.host_memory[side] = (smla_byte_range){memory + 16, memory + 48, true};
+        snprintf(text, sizeof text,
+                 "transfer_kv_cache: `%s` must be on cuda:1 like `src_slots` or in pinned host "
+                 "memory, got host memory that is not pinned",
+                 names[side]);
+        const struct {
+            int64_t first;
+            int64_t bytes;
+            bool is_good;
+        } cases[] = {{0, 64, true},   {16, 32, true}, {0, 0, false},
+                     {17, 47, false}, {0, 47, false}, {48, 16, false}};
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+            fake.pinned = memory + cases[i].first;
+            fake.pinned_bytes = cases[i].bytes;
+            fake.reached_at = alias + cases[i].first;
+            forget_calls();
+            if (cases[i].is_good) {
+                EXPECT_OK(smla_cuda_backend.transfer_kv_cache(&p, &error));
+                EXPECT(side == SMLA_TRANSFER_SRC || seen_write.kv.base == alias + 24);
+                EXPECT(side == SMLA_TRANSFER_SRC || seen_write.kv.scales == alias + 40);
+            } else {
+                EXPECT_FAIL(smla_cuda_backend.transfer_kv_cache(&p, &error), SMLA_ERROR_VALUE,
+                            text);
+            }
+            EXPECT_EQ(count_calls("cudaPointerGetAttributes"), 2);
+            EXPECT_EQ(count_calls("transfer_kv_cache"), cases[i].is_good);
+            EXPECT_EQ(fake.current, 0);
+        }
+        for (int n = 0; n < 2; n++) {
+            fail_call("cudaPointerGetAttributes", n, cudaErrorUnknown);
+            EXPECT_FAIL(smla_cuda_backend.transfer_kv_cache(&p, &error), SMLA_ERROR_RUNTIME,
+                        "transfer_kv_cache: cudaPointerGetAttributes failed: a text (code 999)");
+            EXPECT_EQ(fake.current, 0);
+        }
+    }
+}
+
+/* Parts that another GPU's memory has: the driver is asked for each of them, and for no other. */
+static void
+test_parts_in_reach(void)
+{
+    static uint8_t memory[4];
+    const smla_call call = {.op = "merge_attn_partials",
+                            .stream = {.device_id = 0, .handle = &streams[0]}};
+    smla_merge_partials_params p = {.call = call,
+                                    .rows = {.num_tokens = 1, .num_heads = 1},
+                                    .num_parts = SMLA_MAX_PARTS};
+    begin();
+    cpu_status = SMLA_OK;
+    fake.mapped = memory;
+    fake.mapped_bytes = sizeof memory;
+    fake.mapped_device = 1;
+    EXPECT_OK(smla_cuda_backend.merge_attn_partials(&p, &error));
+    EXPECT_EQ(count_calls("cudaPointerGetAttributes"), 0);
+    const int64_t parts[] = {0, 5, SMLA_MAX_PARTS - 1};
+    for (int i = 0; i < 3; i++) {
+        for (int is_lse = 0; is_lse < 2; is_lse++) {
+            char text[160];
+            smla_merge_part *const part = &p.parts[parts[i]];
+            part->out = memory + 1;
+            part->lse = (const float *)(const void *)memory;
+            p.remote_outs = p.remote_lses = (uint64_t)1 << parts[i];
+            forget_calls();
+            EXPECT_OK(smla_cuda_backend.merge_attn_partials(&p, &error));
+            EXPECT_EQ(count_calls("cudaPointerGetAttributes"), 2);
+            EXPECT_EQ(count_calls("merge_attn_partials"), 1);
+            part->out = is_lse ? part->out : memory + sizeof memory;
+            part->lse = NULL;
+            snprintf(text, sizeof text,
+                     "merge_attn_partials: `%s[%d]` must be in memory that cuda:0 can read, got "
+                     "memory of cuda:1 without peer access",
+                     is_lse ? "lses" : "outs", (int)parts[i]);
+            forget_calls();
+            EXPECT_FAIL(smla_cuda_backend.merge_attn_partials(&p, &error), SMLA_ERROR_VALUE, text);
+            EXPECT_EQ(count_calls("cudaPointerGetAttributes"), 1 + is_lse);
+            EXPECT_EQ(count_calls("merge_attn_partials"), 0);
+            fail_call("cudaPointerGetAttributes", 0, cudaErrorUnknown);
+            EXPECT_FAIL(smla_cuda_backend.merge_attn_partials(&p, &error), SMLA_ERROR_RUNTIME,
+                        "merge_attn_partials: cudaPointerGetAttributes failed: a text (code 999)");
+            EXPECT_EQ(fake.current, 0);
+        }
+    }
+}
+
         .logits = {.num_tokens = 5, .out = matrix},
         .top_k = {.num_tokens = 5, .logits = matrix},
         .chunk_tokens = 2,
@@ -478,3 +588,5 @@ main(void)
     RUN(test_checked_operators);
     return report("test_cuda_backend");
 }
+    RUN(test_pinned_host_memory);
+    RUN(test_parts_in_reach);

@@ -44,6 +44,7 @@ static const size_option options[] = {
     ROW(paged_attention, "max_seqlen_k", paged, max_seqlen_k, ZERO),
     ROW(gather_kv_cache, "block_size", gather, block_size, ZERO),
     ROW(dequantize_kv_cache, "block_size", dequantize, block_size, ZERO),
+    ROW(transfer_kv_cache, "block_size", transfer, block_size, ZERO),
     ROW(quantize_and_insert_k_cache, "block_size", insert, block_size, ZERO),
     ROW(indexer_k_quant_and_cache, "block_size", index_insert, block_size, ZERO),
     ROW(dequantize_and_gather_k_cache, "block_size", gather_last, block_size, 0),

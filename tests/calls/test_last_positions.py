@@ -39,6 +39,8 @@ REFUSED = {
     ("quantize_and_insert_k_cache", "slot_mapping"): SLOTS,
     ("indexer_k_quant_and_cache", "slot_mapping"): SLOTS,
     ("reshape_and_cache", "slot_mapping"): SLOTS,
+    ("transfer_kv_cache", "src_slots"): SLOTS,
+    ("transfer_kv_cache", "dst_slots"): SLOTS,
     ("save_partial_states", "slot_mapping"): SLOTS,
     ("compress_norm_rope_store", "slot_mapping"): SLOTS,
     ("compress_norm_rope_store", "kv_slot_mapping"): SLOTS,

@@ -389,7 +389,8 @@ def test_bench_tells_wrong_results(monkeypatch):
     formats = memory.make_format_moves
     monkeypatch.setattr(memory, "make_format_moves", lambda *_: [])
     heads = memory.heads.make_moves
-    for module in (memory.compressor, memory.heads):
+    transfers = memory.transfer.make_moves
+    for module in (memory.compressor, memory.heads, memory.transfer):
         monkeypatch.setattr(module, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"] * 2
@@ -403,6 +404,7 @@ def test_bench_tells_wrong_results(monkeypatch):
     moves += [right(rng, is_prefill) for is_prefill in (False, True)]
     moves += [formats(rng, name)[0] for name in memory.OTHER_FORMATS]
     moves += heads(128, 2, lambda x: x, lambda x: x.view(np.uint8))
+    moves += transfers(256, lambda x: x, lambda x: x)
     for move in moves:
         assert not move.is_right(), "nothing is computed before the call"
         move.call()

@@ -51,6 +51,7 @@ BYTE_FORMATS = {
     "fp8_nope": 528,
 }
 READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
+READERS += ("transfer_kv_cache",)
 
 
 def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int | str]]:

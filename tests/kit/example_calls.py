@@ -61,6 +61,17 @@ def write_heads(dtype, cache_dtype, slots) -> Example:
     return call("reshape_and_cache", arrays)
 
 
+def transfer(src, dst, src_slots, dst_slots, **options) -> Example:
+    """Six rows, of which one comes from no slot and one goes to none."""
+    arrays = {
+        "src": src,
+        "dst": dst,
+        "src_slots": np.array([0, 9, -1, 5, 7, 11], src_slots),
+        "dst_slots": np.array([11, 5, 3, -1, 0, 2], dst_slots),
+    }
+    return call("transfer_kv_cache", arrays, **options)
+
+
 def insert(op: str, k, cache, *, kv_scale=None, **options) -> Example:
     arrays = {"k": k, "k_cache": cache, "slot_mapping": np.array([0, 11, -1, 5, 7])}
     if kv_scale is not None:

@@ -40,6 +40,11 @@ TABLE: dict[str, Example] = {
     "write heads, bf16": of.write_heads(BF16, BF16, I64),
     "write heads, e4m3": of.write_heads(F32, E4M3, I32),
     "write heads, bytes": of.write_heads(F16, U8, I64),
+    "transfer fp8": of.transfer(rows_of("fp8", 3, 4), bytes_below(256, 4, 3, 656), I64, I32),
+    "transfer fp8, flat": of.transfer(rows_of("fp8", 3, 4, 1), bytes_below(256, 12, 656), I32, I64),
+    "transfer fp8_v4": of.transfer(
+        bytes_below(120, 3, 4, 584), bytes_below(256, 3, 4, 584), I64, I64
+    ),
     "gather fp8": of.gather(rows_of("fp8", 5, 4)),
     "gather bf16, head axis": of.gather(rows_of("bf16", 5, 4, 1)),
     "gather fp8, flat": of.gather(rows_of("fp8", 20)),

@@ -72,6 +72,16 @@ FACTS: dict[str, Facts] = {
         is_exact=True,
         slots="slot_mapping",
     ),
+    "transfer_kv_cache": Facts(
+        positional="src dst src_slots dst_slots",
+        keywords="kv_format= block_size= stream=",
+        good=lambda: call_of(
+            of.transfer(rows_of("fp8", 3, 4), bytes_below(256, 4, 3, 656), I64, I64)
+        ),
+        written=("dst",),
+        is_exact=True,
+        slots="dst_slots",
+    ),
     "convert_req_index_to_global_index": Facts(
         positional="req_id_per_token block_table topk_indices",
         keywords=(

@@ -14,3 +14,4 @@ class Move:
     call: Callable[[], object]
     num_bytes: int
     is_right: Callable[[], bool]
+    peer: Callable[[], object] | None = None  # a copy of as many bytes; None: the table's copy

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 import sparse_mla
-from bench.common import compressor, heads
+from bench.common import compressor, heads, transfer
 from bench.common.index_lists import make_moves
 from bench.common.moves import Move
 from bench.common.timing import Effort, Table, interleave
@@ -37,6 +37,7 @@ NUM_OUTPUTS = 1024
 NUM_TURNED = 16384
 NUM_LIST_TOKENS = 8192
 NUM_HEAD_TOKENS = 8192
+NUM_COPIED_ROWS = 65536
 NUM_STATES = 4096
 SAMPLED = slice(None, None, 509)
 SLOT_ORDERS = {"page by page": BLOCK_SIZE, "slots at random": 1}  # how many slots are in order
@@ -71,6 +72,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     moves.append(make_turned_keys())
     moves += [make_index_queries(rng)]
     moves += heads.make_moves(NUM_HEAD_TOKENS, 1, lambda x: x, lambda x: x.view(np.uint8))
+    moves += transfer.make_moves(NUM_COPIED_ROWS, lambda x: x, lambda x: x)
     moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 

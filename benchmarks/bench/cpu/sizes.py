@@ -112,6 +112,24 @@ def head_sweeps() -> Iterator[Sweep]:
         yield sweep(f"{name}, dim", DIMS, lambda n, f=rows: f(dim=n))
 
 
+def copy_sweeps() -> Iterator[Sweep]:
+    def rows(fmt: str, count: int = 128, page: int = 64, which: str = "all") -> Arrays:
+        return {
+            "src": pages_of(fmt, 64),
+            "dst": pages_of(fmt, page),
+            "src_slots": drawn(count),
+            "dst_slots": slots(which, count),
+        }
+
+    for fmt in ("bfloat16", "fp8_ds_mla", "fp8_v4"):
+        copy = partial(rows, fmt)
+        yield Sweep("transfer_kv_cache", f"{fmt}, rows", FEW, copy)
+        yield Sweep("transfer_kv_cache", f"{fmt}, page", PAGES, lambda n, f=copy: f(page=n))
+        yield Sweep(
+            "transfer_kv_cache", f"{fmt}, slots", SPARSE, lambda which, f=copy: f(which=which)
+        )
+
+
 def read_sweeps() -> Iterator[Sweep]:
     def gather(fmt: str, requests: int = 4, tokens: int = 64, page: int = 64) -> Arrays:
         dim = KEY_DIM if fmt in ("bfloat16", "fp8_ds_mla") else 512

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from bench.cuda.timing import DEVICE, Array, memory_bytes, torch
 from sparse_mla._rows import BF16_ROW_BYTES, FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK, ROPE_BYTES
 
+NUM_SAMPLES = 512
 BLOCK_SIZE = 64
 ROW_BYTES = {
     "fp8_ds_mla": FP8_ROW_BYTES,
@@ -142,3 +143,8 @@ def draw_slots(starts: Array, lengths: Array, topk: int) -> Array:
     positions = (columns * (lengths[:, None] / topk)).long().minimum(lengths[:, None] - 1)
     order = torch.rand(shape, device=DEVICE).argsort(dim=1)
     return (starts[:, None] + positions.gather(1, order)).int()
+
+
+def sample(size: int) -> Array:
+    """Some random numbers of 0...size - 1, on the device."""
+    return torch.randint(size, (min(size, NUM_SAMPLES),), device=DEVICE)

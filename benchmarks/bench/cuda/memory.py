@@ -15,7 +15,8 @@ from bench.common import compressor, heads
 from bench.common.index_lists import make_moves
 from bench.common.moves import Move
 from bench.common.timing import Table
-from bench.cuda.inputs import BLOCK_SIZE, make_cache
+from bench.cuda.inputs import BLOCK_SIZE, make_cache, sample
+from bench.cuda.merges import move_merged, move_partials, move_rank_partials
 from bench.cuda.timing import (
     DEVICE,
     PEAK_BYTES,
@@ -26,6 +27,7 @@ from bench.cuda.timing import (
     synchronize,
     torch,
 )
+from bench.cuda.transfer import move_transfers
 from sparse_mla._judge import BF16
 from sparse_mla._rows import (
     BF16_ROW_BYTES,
@@ -41,13 +43,10 @@ NUM_TOKENS = 1 << 20
 NUM_REQUESTS = 32
 TOPK = 2048
 NUM_QUERIES = 32768
-MERGE_SHAPE = (2048, 128, 512)
-PARTIALS_SHAPE = (128, 128, 512)
 QUANT_ELEMENTS = 1 << 28
 NORM_TOKENS = 65536
 TURNED_TOKENS = 8192
 HEAD_TOKENS, HEAD_CALLS = 8192, 8
-NUM_SAMPLES = 512
 CALLS_PER_REPLAY = 3
 
 
@@ -74,6 +73,8 @@ def add_row(
     is_right = move.is_right()
     if not is_right:
         table.failures.append(f"{move.name}: wrong values")
+    if move.peer is not None:
+        copy, copy_bytes = move.peer, move.num_bytes
     sides = {"ours": [move.call] * CALLS_PER_REPLAY, "copy": [copy] * CALLS_PER_REPLAY}
     seconds = interleave(sides, effort)
     rate = move.num_bytes / seconds["ours"]
@@ -106,11 +107,6 @@ def make_copy() -> tuple[Callable[[], object], int]:
     source = torch.randint(1 << 31, (1 << 28,), dtype=torch.int32, device=DEVICE)
     target = torch.empty_like(source)
     return lambda: torch.bitwise_not(source, out=target), 2 * source.nbytes
-
-
-def sample(size: int) -> Array:
-    """Some random numbers of 0...size - 1, on the device."""
-    return torch.randint(size, (min(size, NUM_SAMPLES),), device=DEVICE)
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -289,50 +285,6 @@ def move_lists() -> Iterator[Move]:
     return make_moves(
         NUM_QUERIES, lambda x: torch.from_numpy(x).to(DEVICE), lambda x: x.cpu().numpy()
     )
-
-
-def is_merged(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Compares with fp64, within one rounding of out to bf16 and a few of lse in fp32."""
-    tokens = sample(len(out))
-    exact_lse = torch.logsumexp(lses[:, tokens].double(), 0)
-    weights = (lses[:, tokens].double() - exact_lse).exp()[..., None]
-    parts = weights * outs[:, tokens].double()
-    exact, magnitude = parts.sum(0), parts.abs().sum(0)
-    out_error = (out[tokens].double() - exact).abs() - 2 * 2.0**-9 * (magnitude + exact.abs())
-    lse_error = (lse[tokens].double() - exact_lse).abs()
-    lse_error -= 16 * 2.0**-24 * (1 + exact_lse.abs())
-    return bool((out_error <= 1e-6).all()) and bool((lse_error <= 1e-6).all())
-
-
-def move_merged() -> Iterator[Move]:
-    outs = torch.randn((2, *MERGE_SHAPE), device=DEVICE).bfloat16()
-    lses = torch.randn((2, *MERGE_SHAPE[:2]), device=DEVICE)
-    out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
-
-    def call() -> object:
-        return sparse_mla.merge_attn_states(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
-
-    num_bytes = 3 * out.nbytes + 3 * lse.nbytes
-    yield Move("merge_attn_states, bf16", call, num_bytes, lambda: is_merged(outs, lses, out, lse))
-
-
-def move_partials() -> Iterator[Move]:
-    """The parts of 8 ranks of context parallelism in a decode, in one array and in a list."""
-    outs = torch.randn((8, *PARTIALS_SHAPE), device=DEVICE).bfloat16()
-    lses = torch.randn((8, *PARTIALS_SHAPE[:2]), device=DEVICE)
-    out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
-    num_bytes = outs.nbytes + lses.nbytes + out.nbytes + lse.nbytes
-    for kind, parts in ("an array", (outs, lses)), ("a list", (list(outs), list(lses))):
-
-        def call(parts: Any = parts) -> object:
-            return sparse_mla.merge_attn_partials(*parts, out=out, lse=lse)
-
-        yield Move(
-            f"merge_attn_partials, bf16, 8 parts, {kind}",
-            call,
-            num_bytes,
-            lambda: is_merged(outs, lses, out, lse),
-        )
 
 
 def move_quantised() -> Iterator[Move]:
@@ -567,12 +519,14 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_inserts,
     move_heads,
+    move_transfers,
     move_gathers,
     move_dequantised,
     move_indices,
     move_lists,
     move_merged,
     move_partials,
+    move_rank_partials,
     move_quantised,
     move_norms,
     move_rope,

@@ -261,6 +261,78 @@ smla_cpu_reshape_and_cache(const smla_reshape_params *p, smla_error *error)
     return SMLA_OK;
 }
 
+/* ---- Transfer ------------------------------------------------------------------------------ */
+
+/* The rows of a transfer that a share copies are those whose slots are both there, and go there. */
+static inline bool
+is_copied(const smla_transfer_params *p, int64_t i, int share, slot_shares shares)
+{
+    const int64_t src_slot = read_slot(&p->sides[SMLA_TRANSFER_SRC], i);
+    const int64_t dst_slot = read_slot(&p->sides[SMLA_TRANSFER_DST], i);
+    return (src_slot >= 0) & is_in_share(dst_slot, share, shares);
+}
+
+/* Starts to fetch the cache lines of row i on both sides, because rows lie anywhere. With that,
+ * runs of 16 rows take 0.7 of the time, and single rows 0.6 (Xeon with AMX, one thread,
+ * 2026-11-30). */
+static inline __attribute__((always_inline)) void
+fetch_row(const smla_transfer_params *p, int64_t i)
+{
+    const smla_cache_write_params *const src = &p->sides[SMLA_TRANSFER_SRC];
+    const smla_cache_write_params *const dst = &p->sides[SMLA_TRANSFER_DST];
+    const uint8_t *const from = smla_kv_slot(&src->kv, read_slot(src, i)).row;
+    const uint8_t *const to = smla_kv_slot(&dst->kv, read_slot(dst, i)).row;
+    for (int64_t at = 0; at < dst->kv.format->data_bytes; at += CACHE_LINE) {
+        __builtin_prefetch(from + at);
+        __builtin_prefetch(to + at, 1);
+    }
+}
+
+/* Copies the rows of one share in order. A row may be copied to itself, so memcpy will not do. */
+static void
+transfer_share(const smla_transfer_params *p, int share, slot_shares shares)
+{
+    const smla_cache_write_params *const src = &p->sides[SMLA_TRANSFER_SRC];
+    const smla_cache_write_params *const dst = &p->sides[SMLA_TRANSFER_DST];
+    const smla_kv_format_info *const format = dst->kv.format;
+    const bool is_split = format->layout == SMLA_PAGE_SPLIT;
+    const size_t row_bytes = (size_t)(is_split ? format->data_bytes : format->row_bytes);
+    const token_range range = range_of_share(dst, share, shares);
+    for (int64_t i = range.first; i < range.end; i++) {
+        const int64_t later = i + FETCHED_TOKENS;
+        if (later < range.end && is_copied(p, later, share, shares)) {
+            fetch_row(p, later);
+        }
+        if (!is_copied(p, i, share, shares)) {
+            continue;
+        }
+        const smla_kv_token from = smla_kv_slot(&src->kv, read_slot(src, i));
+        const smla_kv_token to = smla_kv_slot(&dst->kv, read_slot(dst, i));
+        memmove(to.row, from.row, row_bytes);
+        if (is_split) {
+            memmove(to.scales, from.scales, (size_t)format->scale_bytes);
+        }
+    }
+}
+
+smla_status
+smla_cpu_transfer_kv_cache(const smla_transfer_params *p, smla_error *error)
+{
+    for (int i = 0; i < SMLA_TRANSFER_SIDES; i++) {
+        SMLA_TRY(smla_cpu_check_cache_write(&p->sides[i], error));
+    }
+    const slot_shares shares = smla_cpu_divide_tokens(&p->sides[SMLA_TRANSFER_DST]);
+    if (shares.count == 1) { /* a parallel region of one thread costs as much as a row */
+        transfer_share(p, 0, shares);
+        return SMLA_OK;
+    }
+#pragma omp parallel for schedule(static)
+    for (int share = 0; share < shares.count; share++) {
+        transfer_share(p, share, shares);
+    }
+    return SMLA_OK;
+}
+
 /* ---- Gather -------------------------------------------------------------------------------- */
 
 /* Positions seq_start ... seq_start + count - 1 of a request go to rows workspace_start ... */

@@ -92,10 +92,11 @@ int smla_py_acquire(const smla_py_state *state, const char *op, const char *name
                     PyObject *object, smla_py_array *array);
 
 /* Decides the stream of a call by its arrays, and makes that stream wait for the work that their
- * producers have still to do. Then all device arrays can be used on the stream. 0, or -1 with an
- * exception set; in both cases the caller still has to release the arrays. */
+ * producers have still to do. Then all device arrays can be used on the stream. The device is that
+ * of `home`, or if that is NULL of the first array in CUDA memory. 0, or -1 with an exception set;
+ * in both cases the caller still has to release the arrays. */
 int smla_py_resolve_stream_of(const smla_py_state *state, const char *op, smla_py_array *arrays,
-                              int num_arrays, smla_py_stream *stream);
+                              int num_arrays, const smla_py_array *home, smla_py_stream *stream);
 
 /* Sets `backend` and `is_capturing` of a CUDA stream, unless they are set already. */
 int smla_py_find_backend(const char *op, smla_py_stream *stream);

@@ -236,7 +236,10 @@ smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream 
                         smla_py_array *array)
 {
     PyObject *method = PyObject_GetAttr(array->object, state->str_dlpack);
-    PyObject *number = PyLong_FromVoidPtr(stream.handle == NULL ? (void *)1 : stream.handle);
+    /* -1 is "no order", for an array on another device than the stream. */
+    PyObject *number = array->view.device.device_id != stream.device_id
+                           ? PyLong_FromLong(-1)
+                           : PyLong_FromVoidPtr(stream.handle == NULL ? (void *)1 : stream.handle);
     PyObject *capsule =
         method == NULL || number == NULL ? NULL : export_for_stream(state, method, number);
     Py_XDECREF(method);

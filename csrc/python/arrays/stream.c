@@ -2,7 +2,8 @@
  *
  * If the caller gives no stream, the first array whose producer tells its current stream decides.
  * The call waits for the work of other producers on the device; the host waits for nothing. Calls
- * on the CPU need none of this.
+ * on the CPU need none of this. Arrays on another GPU, which only a merge of listed parts takes,
+ * are read as they are: whoever wrote them, often another process, must be done.
  */
 #include "python/arrays/exchange.h"
 #include "python/arrays/tensor.h"
@@ -145,6 +146,13 @@ is_in_place(const smla_py_array *array, const smla_py_stream *stream)
            array->view.device.device_id == stream->at.device_id;
 }
 
+static bool
+is_elsewhere(const smla_py_array *array, const smla_py_stream *stream)
+{
+    return array->object != NULL && array->view.device.device_type == kDLCUDA &&
+           array->view.device.device_id != stream->at.device_id;
+}
+
 /* If the caller gave no stream, the first producer that tells its stream decides. Otherwise, the
  * call waits for producers on other streams. Arrays that are not freed in the order of the call's
  * stream are marked as foreign, except Tensors: their memory outlives all work on the device. */
@@ -158,6 +166,7 @@ follow_producers(const smla_py_state *state, const char *op, smla_py_array *arra
     for (int i = 0; i < num_arrays; i++) {
         smla_py_array *array = &arrays[i];
         if (!is_in_place(array, stream)) {
+            array->is_foreign = is_elsewhere(array, stream);
             continue;
         }
         const int result = ask_producer(state, op, array, &p);
@@ -209,14 +218,14 @@ wait_for_tensor(const smla_py_state *state, const char *op, const smla_py_array 
 
 int
 smla_py_resolve_stream_of(const smla_py_state *state, const char *op, smla_py_array *arrays,
-                          int num_arrays, smla_py_stream *stream)
+                          int num_arrays, const smla_py_array *home, smla_py_stream *stream)
 {
-    int first = 0;
-    while (first < num_arrays &&
-           (arrays[first].object == NULL || arrays[first].view.device.device_type != kDLCUDA)) {
-        first++;
+    for (int i = 0; home == NULL && i < num_arrays; i++) {
+        const bool is_on_gpu =
+            arrays[i].object != NULL && arrays[i].view.device.device_type == kDLCUDA;
+        home = is_on_gpu ? &arrays[i] : NULL;
     }
-    if (first == num_arrays) {
+    if (home == NULL) {
         return 0;
     }
     if (stream->at.handle == (void *)-1) {
@@ -227,13 +236,13 @@ smla_py_resolve_stream_of(const smla_py_state *state, const char *op, smla_py_ar
         return -1;
     }
     stream->is_cuda = true;
-    stream->at.device_id = arrays[first].view.device.device_id;
+    stream->at.device_id = home->view.device.device_id;
     stream->at.handle = normal_handle(stream->at.handle);
     smla_py_release_pending(state);
     if (follow_producers(state, op, arrays, num_arrays, stream) < 0) {
         return -1;
     }
-    for (int i = first; i < num_arrays; i++) {
+    for (int i = 0; i < num_arrays; i++) {
         smla_py_array *array = &arrays[i];
         if (array->object == NULL) {
             continue;

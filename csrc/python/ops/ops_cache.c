@@ -129,6 +129,32 @@ static const smla_py_param reshape_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_reshape_and_cache_args, stream)},
 };
 
+SMLA_PY_COMPUTE(transfer_kv_cache)
+
+enum { TRANSFER_SRC, TRANSFER_DST, TRANSFER_CACHES };
+
+static const smla_py_param transfer_params[] = {
+    [TRANSFER_SRC] = {"src", SMLA_PY_INPUT, offsetof(smla_transfer_kv_cache_args, src)},
+    [TRANSFER_DST] = {"dst", SMLA_PY_INOUT, offsetof(smla_transfer_kv_cache_args, dst)},
+    {"src_slots", SMLA_PY_INPUT, offsetof(smla_transfer_kv_cache_args, src_slots)},
+    {"dst_slots", SMLA_PY_INPUT, offsetof(smla_transfer_kv_cache_args, dst_slots)},
+    {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_transfer_kv_cache_args, kv_format)},
+    {"block_size", SMLA_PY_SIZE, offsetof(smla_transfer_kv_cache_args, block_size)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_transfer_kv_cache_args, stream)},
+};
+
+/* There are no results to allocate. But nobody frees host memory in the order of a CUDA stream, so
+ * caches in host memory are kept until the work is over. */
+static int
+keep_host_caches(smla_py_call *call, const void *Py_UNUSED(args))
+{
+    for (int i = TRANSFER_SRC; i < TRANSFER_CACHES; i++) {
+        smla_py_array *const cache = &call->arrays[i];
+        cache->is_foreign |= call->stream.is_cuda && cache->view.device.device_type != kDLCUDA;
+    }
+    return 0;
+}
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_cache_operators[] = {
@@ -143,5 +169,7 @@ const smla_py_operator smla_py_cache_operators[] = {
     {SMLA_PY_PLAIN_OPERATOR(indexer_k_quant_and_cache, index, smla_indexer_k_cache_args)},
     {SMLA_PY_PLAIN_OPERATOR(dequantize_and_gather_k_cache, gather_k, smla_gather_k_cache_args)},
     {SMLA_PY_PLAIN_OPERATOR(reshape_and_cache, reshape, smla_reshape_and_cache_args)},
+    {SMLA_PY_PLAIN_OPERATOR(transfer_kv_cache, transfer, smla_transfer_kv_cache_args),
+     .allocate = keep_host_caches},
     {.name = NULL},
 };

@@ -190,6 +190,8 @@ PYTHON_API void fake_gpu_forget_calls(void);
 PYTHON_API void fake_gpu_fail(const char *call, int num_good, int code, bool keeps);
 PYTHON_API const char *fake_gpu_failed(void);
 PYTHON_API void fake_gpu_set_busy(bool is_busy);
+PYTHON_API void fake_gpu_pin(const void *memory, int64_t bytes, void *reached_at);
+PYTHON_API void fake_gpu_map(const void *memory, int64_t bytes, int device_id);
 PYTHON_API void fake_gpu_finish(void);
 PYTHON_API void *fake_gpu_new_stream(int device_id);
 PYTHON_API void fake_gpu_capture(void *stream, bool is_capturing);
@@ -224,6 +226,7 @@ fake_gpu_reset(void)
     }
     fake.num_good = -1;
     fake.is_busy = false;
+    fake.mapped_bytes = 0;
     fake_default_stream.is_capturing = false;
     fake_default_stream.follows = NULL;
     launch_stream = NULL;
@@ -265,6 +268,24 @@ void
 fake_gpu_set_busy(bool is_busy)
 {
     fake.is_busy = is_busy;
+}
+
+/* Pins host memory, and no other. The device has it at another address. */
+void
+fake_gpu_pin(const void *memory, int64_t bytes, void *reached_at)
+{
+    fake.pinned = memory;
+    fake.pinned_bytes = bytes;
+    fake.reached_at = reached_at;
+}
+
+/* All devices can read this memory of one device, and none another's other memory. */
+void
+fake_gpu_map(const void *memory, int64_t bytes, int device_id)
+{
+    fake.mapped = memory;
+    fake.mapped_bytes = bytes;
+    fake.mapped_device = device_id;
 }
 
 void

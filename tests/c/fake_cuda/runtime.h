@@ -167,6 +167,26 @@ cudaFreeHost(void *memory)
 }
 
 cudaError_t
+cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer)
+{
+    const cudaError_t code = answer("cudaPointerGetAttributes");
+    const uint8_t *const byte = pointer;
+    const bool is_pinned = byte >= fake.pinned && byte < fake.pinned + fake.pinned_bytes;
+    const bool is_mapped = byte >= fake.mapped && byte < fake.mapped + fake.mapped_bytes;
+    *attributes = (struct cudaPointerAttributes){.type = cudaMemoryTypeUnregistered,
+                                                 .device = fake.mapped_device};
+    if (is_pinned) {
+        attributes->type = cudaMemoryTypeHost;
+        attributes->hostPointer = (void *)(uintptr_t)byte;
+        attributes->devicePointer = fake.reached_at + (byte - fake.pinned);
+    } else if (is_mapped) {
+        attributes->type = cudaMemoryTypeDevice;
+        attributes->devicePointer = (void *)(uintptr_t)byte;
+    }
+    return code;
+}
+
+cudaError_t
 cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream)
 {
     const cudaError_t code = answer("cudaMemsetAsync");

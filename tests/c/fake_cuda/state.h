@@ -85,6 +85,13 @@ static struct {
     const char *failed; /* the call that has failed last; NULL: none since fail_call */
     int code;           /* its cudaError_t, or a status of cuBLAS */
 
+    const uint8_t *pinned; /* host memory that is pinned, and where the device has it */
+    int64_t pinned_bytes;
+    uint8_t *reached_at;
+    const uint8_t *mapped; /* memory of device mapped_device that all devices can read */
+    int64_t mapped_bytes;
+    int mapped_device; /* other memory is this device's, too, and no other device can read it */
+
     bool is_busy; /* events are not ready when they are recorded */
     int num_memory, num_host, num_events, num_streams; /* alive */
     struct CUevent_st *events[FAKE_EVENTS];            /* alive */

@@ -1,0 +1,52 @@
+/* good_args.h: the args of any operator, as one type. */
+#pragma once
+
+#include "testing.h"
+
+typedef union any_args {
+    size_t struct_size;
+    smla_concat_and_cache_mla_args write;
+    smla_gather_kv_cache_args gather;
+    smla_dequantize_kv_cache_args dequantize;
+    smla_insert_k_cache_args insert;
+    smla_indexer_k_cache_args index_insert;
+    smla_gather_k_cache_args gather_last;
+    smla_reshape_and_cache_args reshape;
+    smla_transfer_kv_cache_args transfer;
+    smla_convert_req_index_args convert;
+    smla_topk_slots_args global_topk;
+    smla_cp_positions_args own_positions;
+    smla_cp_topk_args own_lists;
+    smla_cp_lengths_args own_lengths;
+    smla_top_k_args top_k;
+    smla_top_k_merge_args top_k_merge;
+    smla_combine_topk_swa_args combine;
+    smla_mixed_indices_args mixed;
+    smla_sparse_attention_args attention;
+    smla_sparse_mla_dsv4_args dsv4;
+    smla_mla_attention_args mla;
+    smla_varlen_attention_args varlen;
+    smla_paged_attention_args paged;
+    smla_merge_attn_states_args merge;
+    smla_merge_attn_partials_args partials;
+    smla_split_kv_b_proj_args split;
+    smla_absorb_q_proj_args absorb_q;
+    smla_absorb_o_proj_args absorb_o;
+    smla_k_up_proj_args k_up;
+    smla_v_up_proj_args v_up;
+    smla_kv_up_proj_args kv_up;
+    smla_grouped_output_projection_args grouped;
+    smla_dynamic_per_tensor_quant_args quant;
+    smla_scaled_quantize_args scaled;
+    smla_fp8_linear_args linear;
+    smla_fused_q_kv_rmsnorm_args norm;
+    smla_apply_rope_args apply_rope;
+    smla_rope_and_cache_mla_args rope_and_cache;
+    smla_fused_inv_rope_fp8_quant_args inverse;
+    smla_qnorm_insert_args qnorm;
+    smla_index_query_args index_query;
+    smla_indexer_logits_args logits;
+    smla_partial_states_args save;
+    smla_compress_args compress;
+    smla_lightning_indexer_args lightning;
+} any_args;
