@@ -7,6 +7,7 @@ import device
 import numpy as np
 import pytest
 import reference as ref
+from cases import picker
 from dense_cases import E4M3, Dense, Mask
 from device import import_quietly
 from helpers import assert_kernels, assert_same_bits, assert_within_bounds
@@ -416,7 +417,7 @@ def test_a_request_s_bits(heads):
 
 def draw(seed: int) -> Dense:
     rng = np.random.default_rng(seed)
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     count = int(rng.integers(1, 6))
     return make(
         [int(rng.integers(0, 701)) for _ in range(count)],

@@ -4,6 +4,7 @@ import device
 import numpy as np
 import pytest
 import reference as ref
+from cases import picker
 from dense_cases import Dense, Mask
 from helpers import assert_same_bits, assert_within_bounds
 from library import sparse_mla
@@ -117,7 +118,7 @@ def test_random_batches(block):
 
 def draw(seed: int) -> Dense:
     rng = np.random.default_rng(seed)
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     count = int(rng.integers(1, 6))
     return fp8(
         [int(rng.integers(0, 10)) for _ in range(count)],

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import random_bf16
+from cases import picker, random_bf16
 from dense_cases import Dense, Mask, has_rope, takes_e4m3
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
@@ -105,7 +105,7 @@ def test_queries_of_empty_rows_do_not_matter(fmt, heads, value):
 
 def draw(seed: int) -> Dense:
     rng = np.random.default_rng(seed)
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     count = int(rng.integers(0, 5))
     heads = pick(1, 5, 5, 16, 16, 128)
     query_lens = [int(rng.integers(0, 10)) for _ in range(count)]

@@ -19,6 +19,11 @@ def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
     return ref.to_bf16(rng.normal(0, std, shape))
 
 
+def picker(rng):
+    """A function that returns one of its arguments, drawn by `rng`."""
+    return lambda *choices: choices[rng.integers(len(choices))]
+
+
 # --- cached tokens -------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from cases import picker
 from dense_cases import Mask
 from flash_mla_cases import Arrays
 from helpers import assert_within_bounds
@@ -68,7 +69,7 @@ class Attn(Paged):
 def draw(seed: int) -> Attn:
     """A random batch: masks, softcap, padding in front of keys, GQA, qv, e4m3 with descales."""
     rng = np.random.default_rng([seed, 79])
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     happens = lambda share: bool(rng.random() < share)  # noqa: E731
     count = int(rng.integers(0, 5))
     is_uniform, has_rooms, has_qv = happens(0.5), happens(0.3), happens(0.25)

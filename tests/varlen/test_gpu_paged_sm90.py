@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
+from cases import picker
 from dense_cases import Mask
 from device import import_quietly
 from helpers import assert_kernels, assert_same_bits, assert_within_bounds
@@ -121,7 +122,7 @@ def sparse_mla_on_gpu():
 def draw(seed: int) -> Paged:
     """Like test_paged.draw, but what this kernel serves, with more keys."""
     rng = np.random.default_rng([seed, 79])
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     happens = lambda share: bool(rng.random() < share)  # noqa: E731
     count = int(rng.integers(0, 6))
     is_decode = happens(0.4)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
+from cases import picker
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
@@ -76,7 +77,7 @@ def test_the_vector_of_qv():
 
 def draw(seed: int) -> Paged:
     rng = np.random.default_rng([seed, 78])
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     happens = lambda share: bool(rng.random() < share)  # noqa: E731
     count = int(rng.integers(0, 5))
     is_decode = happens(0.3)

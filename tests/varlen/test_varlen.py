@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import random_bf16
+from cases import picker, random_bf16
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
@@ -62,7 +62,7 @@ def test_masks(n_q, n_k, mask, rows):
 
 def draw(seed: int) -> Varlen:
     rng = np.random.default_rng(seed)
-    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    pick = picker(rng)
     count = int(rng.integers(0, 5))
     kv_heads = pick(1, 2, 3)
     q_type = pick("bf16", "bf16", "fp16", "e4m3")
