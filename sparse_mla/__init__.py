@@ -25,6 +25,7 @@ from sparse_mla.ops.cache_read import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
+from sparse_mla.ops.index_ranks import *
 from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *

@@ -28,7 +28,11 @@
     X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params, index)   \
     X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params, index)   \
     X(build_mixed_sparse_indices, smla_mixed_indices_args, smla_mixed_indices_params, index)       \
+    X(cp_local_positions, smla_cp_positions_args, smla_rank_lists_params, index)                   \
+    X(cp_local_topk, smla_cp_topk_args, smla_rank_lists_params, index)                             \
+    X(cp_local_lengths, smla_cp_lengths_args, smla_rank_lists_params, index)                       \
     X(top_k_per_row, smla_top_k_args, smla_top_k_params, topk)                                     \
+    X(top_k_merge, smla_top_k_merge_args, smla_top_k_merge_params, topk)                           \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params, attention)                \
     X(merge_attn_partials, smla_merge_attn_partials_args, smla_merge_partials_params, attention)   \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params, projection)         \

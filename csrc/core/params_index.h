@@ -1,6 +1,7 @@
 /* params_index.h: the params of the operators that make lists of keys. */
 #pragma once
 
+#include "core/attention/visible.h"
 #include "core/params.h"
 
 typedef struct smla_convert_params {
@@ -106,3 +107,20 @@ typedef struct smla_mixed_indices_params {
     int32_t *lens; /* [T] */
     int64_t lens_stride;
 } smla_mixed_indices_params;
+
+/* Rows of positions, of which a rank keeps its own, or of lengths, of which it counts its own. An
+ * array [N] is one row. */
+typedef struct smla_rank_lists_params {
+    smla_call call;
+    smla_rank_share share; /* its size is at least 1 */
+    int64_t num_rows;
+    int64_t num_columns;
+    bool are_int64; /* `in` and `out`, which else are int32 */
+    const void *in; /* [rows, columns] */
+    int64_t in_stride_row;
+    int64_t in_stride_column;
+    void *out; /* [rows, columns] */
+    int64_t out_stride_row;
+    int32_t *lens; /* [rows]; only where rows have no holes */
+    int64_t lens_stride;
+} smla_rank_lists_params;

@@ -22,3 +22,20 @@ typedef struct smla_top_k_params {
     /* What `out` becomes as slots; its own `out` is NULL where none are made. */
     smla_topk_slots_params slots;
 } smla_top_k_params;
+
+typedef struct smla_top_k_merge_params {
+    smla_call call;
+    int64_t num_lists;   /* N */
+    int64_t num_tokens;  /* T */
+    int64_t num_columns; /* K; N * K is below 2^31 */
+    int64_t k;
+    bool is_bf16;           /* the values, which else are fp32 */
+    const int32_t *indices; /* [N, T, K] */
+    int64_t indices_stride_list;
+    int64_t indices_stride_token;
+    const void *values; /* [N, T, K] */
+    int64_t values_stride_list;
+    int64_t values_stride_token;
+    int32_t *out; /* [T, k] */
+    int64_t out_stride_token;
+} smla_top_k_merge_params;

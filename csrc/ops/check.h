@@ -1,6 +1,7 @@
 /* check.h: Args -> Params, one function per operator. Defined in check_<family>.c. */
 #pragma once
 
+#include "core/attention/visible.h"
 #include "core/backend.h"
 #include "core/rule.h"
 #include "sparse_mla.h"
@@ -99,6 +100,10 @@ smla_status smla_require_slots(smla_checker *checker, const char *name, const DL
 /* Checks is_valid [>= num_tokens], which may be absent. */
 smla_status smla_require_is_valid(smla_checker *checker, const DLTensor *tensor,
                                   int64_t num_tokens);
+
+/* Checks `cp`, which may be absent. */
+smla_status smla_require_share(const smla_checker *checker, int64_t rank, int64_t size,
+                               int64_t interleave, smla_rank_share *share);
 
 /* Checks a number of `least` to INT32_MAX. */
 smla_status smla_require_number(const smla_checker *checker, const char *name, int64_t value,

@@ -165,10 +165,6 @@ smla_status smla_require_sinks(smla_checker *checker, const smla_named_array *gi
 smla_status smla_require_mask(const smla_checker *checker, const smla_mask_args *args,
                               smla_attention_params *params);
 
-/* Checks `cp`, which may be absent. */
-smla_status smla_require_share(const smla_checker *checker, int64_t rank, int64_t size,
-                               int64_t interleave, smla_rank_share *share);
-
 /* Checks the table and the lengths of requests, whose tokens are q [T, ...] or [B, n, ...], and
  * fills the requests of num_tokens tokens. `table` becomes the one that was given. */
 smla_status smla_require_requests(smla_checker *checker, const smla_table_args *args,

@@ -1,5 +1,6 @@
 /* check_index.c: the argument rules of the operators that build lists of keys: positions to slots
  * or rows, the rows of a prefill chunk of DeepSeek V4, the mixed lists of its batch.
+ * check_index_ranks.c has those of context parallelism.
  */
 #include "core/params_index.h"
 #include "ops/check.h"

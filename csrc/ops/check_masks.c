@@ -53,7 +53,10 @@ smla_require_share(const smla_checker *c, int64_t rank, int64_t size, int64_t in
                            "interleave >= 1, got (%lld, %lld, %lld)",
                            (long long)rank, (long long)size, (long long)interleave);
     }
-    *share = (smla_rank_share){(int32_t)rank, (int32_t)size, (int32_t)interleave};
+    *share = (smla_rank_share){0}; /* one rank has all, so its results are those without `cp` */
+    if (size > 1) {
+        *share = (smla_rank_share){(int32_t)rank, (int32_t)size, (int32_t)interleave};
+    }
     return SMLA_OK;
 }
 

@@ -1,4 +1,6 @@
-/* check_topk.c: the argument rules of top_k_per_row. lightning_indexer shares them. */
+/* check_topk.c: the argument rules of top_k_per_row, which lightning_indexer shares, and of
+ * top_k_merge.
+ */
 #include "core/params_topk.h"
 #include "ops/check.h"
 
@@ -114,5 +116,48 @@ smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
     params->num_columns = num_columns;
     params->logits = smla_data(args->logits);
     params->logits_stride_token = smla_stride(args->logits, 0);
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_top_k_merge(const smla_top_k_merge_args *args, smla_top_k_merge_params *params,
+                       const smla_backend **backend, smla_error *error)
+{
+    const DLTensor *const lists = args->indices;
+    smla_checker c;
+    smla_open_checker(&c, "top_k_merge", error);
+    SMLA_TRY(smla_require_3d(&c, "indices", lists, SMLA_DTYPE_INT32, SMLA_ANY, SMLA_ANY, SMLA_ANY,
+                             0, "N lists [T, K]"));
+    const int64_t num_lists = smla_size(lists, 0);
+    const int64_t num_tokens = smla_size(lists, 1);
+    const int64_t num_columns = smla_size(lists, 2);
+    if (num_lists < 1 || num_lists > SMLA_MAX_MERGED_LISTS) {
+        return smla_refuse(&c, "`indices` must have 1 to %d lists, got %lld", SMLA_MAX_MERGED_LISTS,
+                           (long long)num_lists);
+    }
+    if (num_columns > INT32_MAX / num_lists) {
+        return smla_refuse(&c, "`indices` must have at most %d entries per token, got %lld x %lld",
+                           INT32_MAX, (long long)num_lists, (long long)num_columns);
+    }
+    SMLA_TRY(smla_require_3d(&c, "values", args->values, SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                             num_lists, num_tokens, num_columns, 0, "a score per index"));
+    SMLA_TRY(smla_require_number(&c, "k", args->k, 1));
+    SMLA_TRY(require_chosen(&c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, args->k, 0));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_top_k_merge_params){
+        .call = smla_call_of(&c, args->stream, NULL),
+        .num_lists = num_lists,
+        .num_tokens = num_tokens,
+        .num_columns = num_columns,
+        .k = args->k,
+        .is_bf16 = smla_dtype(args->values) == SMLA_DTYPE_BF16,
+        .indices = smla_data(lists),
+        .indices_stride_list = smla_stride(lists, 0),
+        .indices_stride_token = smla_stride(lists, 1),
+        .values = smla_data(args->values),
+        .values_stride_list = smla_stride(args->values, 0),
+        .values_stride_token = smla_stride(args->values, 1),
+        SMLA_SET_ROWS(out, args->out),
+    };
     return SMLA_OK;
 }

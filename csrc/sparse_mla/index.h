@@ -1,4 +1,5 @@
-/* index.h: lists of positions become lists of slots. The conventions are in sparse_mla.h. */
+/* index.h: lists of positions become lists of slots, or of a rank's own positions. The conventions
+ * are in sparse_mla.h. */
 #ifndef SPARSE_MLA_INDEX_H
 #define SPARSE_MLA_INDEX_H
 
@@ -97,6 +98,54 @@ typedef struct smla_mixed_indices_args {
 
 SMLA_API smla_status smla_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
                                                      smla_error *error);
+
+/* ---- Context parallelism -------------------------------------------------------------------- */
+
+/* Of a request whose cache is split over cp_size ranks, rank cp_rank has of every
+ * cp_interleave * cp_size positions those from cp_rank * cp_interleave on, cp_interleave of them.
+ * Its local position x is the number of its own positions in front of one. cp_size 0: one rank has
+ * all positions. */
+
+/* Positions that the rank has -> its local positions; others, and negative ones, become -1 where
+ * they stand. */
+typedef struct smla_cp_positions_args {
+    size_t struct_size;
+    const DLTensor *positions; /* [N] or [T, K], int64 | int32, any strides */
+    int64_t cp_rank;
+    int64_t cp_size;
+    int64_t cp_interleave;
+    const DLTensor *out; /* out, shape and dtype of positions, rows any stride apart */
+    void *stream;
+} smla_cp_positions_args;
+
+SMLA_API smla_status smla_cp_local_positions(const smla_cp_positions_args *args, smla_error *error);
+
+/* The same for lists, without holes: the local positions of each row in their order, then -1. */
+typedef struct smla_cp_topk_args {
+    size_t struct_size;
+    const DLTensor *topk_indices; /* [T, K] int32 positions, -1 = none */
+    int64_t cp_rank;
+    int64_t cp_size;
+    int64_t cp_interleave;
+    const DLTensor *out;  /* out [T, K] int32 */
+    const DLTensor *lens; /* out [T] int32: local positions per row */
+    void *stream;
+} smla_cp_topk_args;
+
+SMLA_API smla_status smla_cp_local_topk(const smla_cp_topk_args *args, smla_error *error);
+
+/* How many of the first seq_lens[b] positions the rank has; a length below 0 counts as 0. */
+typedef struct smla_cp_lengths_args {
+    size_t struct_size;
+    const DLTensor *seq_lens; /* [B] int32 */
+    int64_t cp_rank;
+    int64_t cp_size;
+    int64_t cp_interleave;
+    const DLTensor *out; /* out [B] int32 */
+    void *stream;
+} smla_cp_lengths_args;
+
+SMLA_API smla_status smla_cp_local_lengths(const smla_cp_lengths_args *args, smla_error *error);
 
 #ifdef __cplusplus
 }

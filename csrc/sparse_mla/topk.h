@@ -34,6 +34,23 @@ typedef struct smla_top_k_args {
 
 SMLA_API smla_status smla_top_k_per_row(const smla_top_k_args *args, smla_error *error);
 
+enum { SMLA_MAX_MERGED_LISTS = 64 };
+
+/* The k best of N lists of positions, each as smla_top_k_per_row gives it for its share of a
+ * token's keys: what the call would give for all keys together, by the same order and the same rule
+ * for equal scores. No two lists of a token share a position. Entries below 0 are none. Lists that
+ * share a position, or do not ascend, give a row of no meaning. */
+typedef struct smla_top_k_merge_args {
+    size_t struct_size;
+    const DLTensor *indices; /* [N, T, K] int32, N of 1 to SMLA_MAX_MERGED_LISTS, N * K < 2^31 */
+    const DLTensor *values;  /* [N, T, K] fp32 | bf16: the scores of the positions */
+    int64_t k;
+    const DLTensor *out; /* out [T, k] int32, ascending, then -1 */
+    void *stream;
+} smla_top_k_merge_args;
+
+SMLA_API smla_status smla_top_k_merge(const smla_top_k_merge_args *args, smla_error *error);
+
 #ifdef __cplusplus
 }
 #endif

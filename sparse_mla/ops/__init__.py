@@ -43,6 +43,7 @@ from sparse_mla.ops import (
     compressor,
     facts,
     index,
+    index_ranks,
     indexer,
     norm,
     planning,
@@ -64,6 +65,7 @@ from sparse_mla.ops.cache_read import *
 from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
+from sparse_mla.ops.index_ranks import *
 from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
@@ -88,6 +90,7 @@ __all__ += compressor.__all__
 __all__ += facts.__all__
 __all__ += projection_fp8.__all__
 __all__ += index.__all__
+__all__ += index_ranks.__all__
 __all__ += indexer.__all__
 __all__ += attention_merge.__all__
 __all__ += norm.__all__

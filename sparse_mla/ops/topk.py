@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparse_mla._types import Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
-__all__ = ["top_k_per_row"]
+__all__ = ["top_k_merge", "top_k_per_row"]
 
 
 @overload
@@ -168,4 +168,79 @@ def top_k_per_row(
     ...     req_id_per_token=ids)
     >>> slots.tolist(), lens.tolist()
     ([[13, 15]], [2])
+    """
+
+
+@operator
+def top_k_merge(
+    indices: Like[Result],
+    values: Array,
+    *,
+    k: int,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Result:
+    """Choose the k best keys of each token from the choices of several devices, exactly.
+
+    Each list has the positions that `top_k_per_row` chose from one share of a token's keys, and
+    their scores. No two lists of a token share a position. The result is what `top_k_per_row`
+    gives for all keys at once, if each list has the k best of its share: the k positions with the
+    largest scores, in ascending order, then -1. Of equal scores the smaller position wins; -0
+    equals 0, and NaN is below -inf. It depends neither on the order of the lists nor on the device.
+
+    Parameters
+    ----------
+    indices : [N, T, K] int32
+        1 to 64 lists of ascending positions in the whole request. Negative entries are none. Lists
+        and rows may be any stride apart; N * K is below 2**31. Lists that do not ascend, or that
+        share a position, give a row of no meaning.
+    values : [N, T, K] fp32 or bf16
+        The scores: `values` of `top_k_per_row` and of `lightning_indexer`.
+    k : int
+        At least 1; may be larger than N * K.
+    out : [T, k] int32, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A `k` below 1; no list, or more than 64 of them.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: ours. An indexer whose cache is split over ranks sends k candidates per rank.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> positions = np.array([[[0, 3, 8]], [[5, 6, -1]]], np.int32)
+    >>> scores = np.array([[[2, 1, 7]], [[7, 1, -np.inf]]], np.float32)
+    >>> sparse_mla.top_k_merge(positions, scores, k=4).tolist()
+    [[0, 3, 5, 8]]
+
+    PyTorch
+    -------
+    The best keys of several lists: `sparse_mla.top_k_merge`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> positions = torch.tensor([[[0, 3, 8]], [[5, 6, -1]]]).int()
+    >>> scores = torch.tensor([[[2, 1, 7]], [[7, 1, -torch.inf]]])
+    >>> smla.top_k_merge(positions, scores, k=4).tolist()
+    [[0, 3, 5, 8]]
+
+    JAX
+    ---
+    The best keys of several lists: `sparse_mla.top_k_merge`. `top_k_per_row` has no `values` here:
+    `jnp.take_along_axis` of the logits gives them.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> positions = jnp.array([[[0, 3, 8]], [[5, 6, -1]]])
+    >>> scores = jnp.array([[[2, 1, 7]], [[7, 1, -jnp.inf]]])
+    >>> smla.top_k_merge(positions, scores, k=4).tolist()
+    [[0, 3, 5, 8]]
     """

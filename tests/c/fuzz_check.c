@@ -244,6 +244,21 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == OP_top_k_per_row) {
         int64_t *const numbers[] = {&a->top_k.k, &a->top_k.slots_block_size};
         set_numbers(r, numbers, 2);
+    } else if (number == OP_top_k_merge) {
+        int64_t *const numbers[] = {&a->top_k_merge.k};
+        set_numbers(r, numbers, 1);
+    } else if (number == OP_cp_local_positions) {
+        int64_t *const numbers[] = {&a->own_positions.cp_rank, &a->own_positions.cp_size,
+                                    &a->own_positions.cp_interleave};
+        set_numbers(r, numbers, 3);
+    } else if (number == OP_cp_local_topk) {
+        int64_t *const numbers[] = {&a->own_lists.cp_rank, &a->own_lists.cp_size,
+                                    &a->own_lists.cp_interleave};
+        set_numbers(r, numbers, 3);
+    } else if (number == OP_cp_local_lengths) {
+        int64_t *const numbers[] = {&a->own_lengths.cp_rank, &a->own_lengths.cp_size,
+                                    &a->own_lengths.cp_interleave};
+        set_numbers(r, numbers, 3);
     } else if (number == OP_fused_indexer_q_rope_quant) {
         a->index_query.head_scale = read_double(r);
     } else if (number == OP_indexer_logits) {

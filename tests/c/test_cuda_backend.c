@@ -177,6 +177,10 @@ call_operator(int i, smla_stream stream, int64_t count)
                                              .batch = batch,
                                              .req_id_per_token = device_zeros,
                                              .is_valid = device_flags};
+    const smla_rank_lists_params own_lists = {.call = call,
+                                              .num_rows = count,
+                                              .num_columns = count};
+    const smla_top_k_merge_params top_k_merge = {.call = call, .num_tokens = count};
     const smla_step_lists_params step_lists = {.call = call, .num_rows = count};
     const smla_paged_step_params paged_lists = {.call = call, .num_reqs = count};
     const smla_key_ranges_params ranges = {.call = call, .reqs.num_tokens = count};
@@ -184,11 +188,11 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_concat_and_cache_mla: return b->concat_and_cache_mla(&write, &error);
     case OP_quantize_and_insert_k_cache: return b->quantize_and_insert_k_cache(&write, &error);
     case OP_indexer_k_quant_and_cache: return b->indexer_k_quant_and_cache(&write, &error);
+    case OP_transfer_kv_cache: return b->transfer_kv_cache(&transfer, &error);
     case OP_reshape_and_cache: return b->reshape_and_cache(&reshape, &error);
     case OP_gather_kv_cache: return b->gather_kv_cache(&gather, &error);
     case OP_dequantize_and_gather_k_cache: return b->dequantize_and_gather_k_cache(&gather, &error);
     case OP_dequantize_kv_cache: return b->dequantize_kv_cache(&dequantize, &error);
-    case OP_transfer_kv_cache: return b->transfer_kv_cache(&transfer, &error);
     case OP_convert_req_index_to_global_index:
         return b->convert_req_index_to_global_index(&convert, &error);
     case OP_varlen_attention: return b->attend(&varlen, &error);
@@ -211,6 +215,10 @@ call_operator(int i, smla_stream stream, int64_t count)
     case OP_build_mixed_sparse_indices: return b->build_mixed_sparse_indices(&mixed, &error);
     case OP_fused_qnorm_rope_kv_insert:
         return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
+    case OP_cp_local_positions: return b->cp_local_positions(&own_lists, &error);
+    case OP_cp_local_topk: return b->cp_local_topk(&own_lists, &error);
+    case OP_cp_local_lengths: return b->cp_local_lengths(&own_lists, &error);
+    case OP_top_k_merge: return b->top_k_merge(&top_k_merge, &error);
     case OP_top_k_per_row: return b->top_k_per_row(&top_k, &error);
     case OP_fused_indexer_q_rope_quant: return b->fused_indexer_q_rope_quant(&index_query, &error);
     case OP_indexer_logits: return b->indexer_logits(&logits, &error);
@@ -337,14 +345,6 @@ test_tables_without_a_kernel(void)
     launch_code = cudaSuccess;
 }
 
-/* Both launches for each chunk of tokens; the first one that fails is the last. */
-static void
-test_chunks_of_lightning_indexer(void)
-{
-    float matrix[4];
-    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
-    const smla_lightning_params call = {
-        .call = {.op = "lightning_indexer", .stream = stream},
 /* A transfer from or to host memory: the device gets its own address of it if all of it is
  * pinned. */
 static void
@@ -452,6 +452,14 @@ test_parts_in_reach(void)
     }
 }
 
+/* Both launches for each chunk of tokens; the first one that fails is the last. */
+static void
+test_chunks_of_lightning_indexer(void)
+{
+    float matrix[4];
+    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
+    const smla_lightning_params call = {
+        .call = {.op = "lightning_indexer", .stream = stream},
         .logits = {.num_tokens = 5, .out = matrix},
         .top_k = {.num_tokens = 5, .logits = matrix},
         .chunk_tokens = 2,
@@ -582,11 +590,11 @@ main(void)
 {
     RUN(test_operators);
     RUN(test_tables_without_a_kernel);
+    RUN(test_pinned_host_memory);
+    RUN(test_parts_in_reach);
     RUN(test_chunks_of_lightning_indexer);
     RUN(test_old_device);
     RUN(test_backend_table);
     RUN(test_checked_operators);
     return report("test_cuda_backend");
 }
-    RUN(test_pinned_host_memory);
-    RUN(test_parts_in_reach);

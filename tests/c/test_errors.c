@@ -71,10 +71,10 @@ is_optional(const operator_case *op, const char *name)
     static const char names[] =
         " attn_sink cache_leftpad counts decode_compressed_indices decode_compressed_lens "
         "extra_topk_length is_valid k_scale max_logits prefill_request_ids qv seq_starts sinks "
-        "topk_length v_scale values weight_scale_inv dequantize_and_gather_k_cache:gather_lens "
+        "topk_length v_scale weight_scale_inv dequantize_and_gather_k_cache:gather_lens "
         "absorb_o_proj:o_scale absorb_q_proj:q_scale fused_qnorm_rope_kv_insert:q_out "
         "indexer_logits:starts lightning_indexer:starts varlen_attention:workspace "
-        "paged_attention:workspace ";
+        "paged_attention:workspace top_k_per_row:values lightning_indexer:values ";
     char words[2][80];
     snprintf(words[0], sizeof words[0], " %s ", name);
     snprintf(words[1], sizeof words[1], " %s:%s ", op->name, name);

@@ -90,6 +90,7 @@ static const bool may_end[NUM_OPERATORS] = {
     [OP_kv_up_proj] = true,        [OP_scaled_quantize] = true,
     [OP_fp8_linear] = true,        [OP_indexer_logits] = true,
     [OP_lightning_indexer] = true, [OP_grouped_output_projection] = true,
+    [OP_top_k_merge] = true,
 };
 
 /* Bytes of a call's arrays, one behind the other, but for vectors of bytes: a workspace is one. */

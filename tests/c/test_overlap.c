@@ -173,7 +173,7 @@ test_every_output(void)
                 EXPECT_OK(op->call(&bad, &error));
                 continue;
             }
-            EXPECT_FAIL(op->call(&bad, &error), SMLA_ERROR_VALUE, "` must not overlap `");
+            EXPECT_FAIL(op->call(&bad, &error), SMLA_ERROR_VALUE, " not overlap `");
             EXPECT(strstr(error.text, names[j]) != NULL);
         }
         free_arrays(op->name);

@@ -77,6 +77,16 @@ static const size_option options[] = {
     ROW(fused_inv_rope_fp8_quant, "groups", inverse, groups, 0),
     ROW(top_k_per_row, "k", top_k, k, 0),
     ROW(top_k_per_row, "slots_block_size", top_k, slots_block_size, 0),
+    ROW(top_k_merge, "k", top_k_merge, k, 0),
+    ROW(cp_local_positions, "cp", own_positions, cp_rank, ZERO),
+    ROW(cp_local_positions, "cp", own_positions, cp_size, 0),
+    ROW(cp_local_positions, "cp", own_positions, cp_interleave, 0),
+    ROW(cp_local_topk, "cp", own_lists, cp_rank, ZERO),
+    ROW(cp_local_topk, "cp", own_lists, cp_size, 0),
+    ROW(cp_local_topk, "cp", own_lists, cp_interleave, 0),
+    ROW(cp_local_lengths, "cp", own_lengths, cp_rank, ZERO),
+    ROW(cp_local_lengths, "cp", own_lengths, cp_size, 0),
+    ROW(cp_local_lengths, "cp", own_lengths, cp_interleave, 0),
 };
 
 /* Whether a value has a meaning, which other arguments need not fit. */

@@ -13,7 +13,7 @@
 enum {
     NUM_THREADS = 16,
     NUM_SHARES = 4, /* a thread calls a share of the operators, and all large calls */
-    MAX_CALLS = 16,
+    MAX_CALLS = 24,
     STACK_BYTES = 64 << 10,
     FRONT_BYTES = 512 << 10, /* in front of a stack: more than any frame that there ever was */
 };

@@ -1,5 +1,5 @@
-/* test_top_k.c: top_k_per_row through the C API: examples by hand, with red zones beside every row.
- * tests/topk/test_top_k.py compares random rows with a reference.
+/* test_top_k.c: top_k_per_row and top_k_merge through the C API: examples by hand, with red zones
+ * beside every row. tests/topk/test_top_k.py compares random rows with a reference.
  */
 #include "instruction_sets.h"
 
@@ -170,9 +170,42 @@ test_long_row(void)
     expect_row(out, want);
 }
 
+/* Two lists of a token, of which the second is shorter: equal scores, NaN, and k of every kind. */
+static void
+test_merge(void)
+{
+    array *const indices = ARRAY(int32, 2, 1, 3);
+    array *const values = ARRAY(fp32, 2, 1, 3);
+    memcpy(indices->data, (const int32_t[]){0, 3, 8, 5, 6, -1}, 6 * sizeof(int32_t));
+    memcpy(values->data, (const float[]){2, NAN, 7, 7, -INFINITY, 9}, 6 * sizeof(float));
+    const int64_t wanted[5][5] = {{5}, {5, 8}, {0, 5, 8}, {0, 5, 6, 8}, {0, 3, 5, 6, 8}};
+    smla_top_k_merge_args args = {.struct_size = sizeof args,
+                                  .indices = &indices->tensor,
+                                  .values = &values->tensor};
+    for (int64_t k = 1; k <= 5; k++) {
+        array *const out = make_out(k);
+        args.k = k;
+        args.out = &out->tensor;
+        EXPECT_OK(smla_top_k_merge(&args, &error));
+        expect_row(out, wanted[k - 1]);
+    }
+    array *const out = make_out(6);
+    args.k = 6;
+    args.out = &out->tensor;
+    EXPECT_OK(smla_top_k_merge(&args, &error));
+    expect_row(out, (const int64_t[]){0, 3, 5, 6, 8, -1});
+    args.k = 0;
+    EXPECT_FAIL(smla_top_k_merge(&args, &error), SMLA_ERROR_VALUE,
+                "top_k_merge: `k` must be 1 to 2147483647, got 0");
+    args.indices = &ARRAY(int32, 65, 1, 3)->tensor;
+    EXPECT_FAIL(smla_top_k_merge(&args, &error), SMLA_ERROR_VALUE,
+                "top_k_merge: `indices` must have 1 to 64 lists, got 65");
+}
+
 static void
 tests(void)
 {
+    RUN(test_merge);
     RUN(test_by_hand);
     RUN(test_order);
     RUN(test_long_row);

@@ -106,7 +106,7 @@ expect_failure(const char *file, int line, const char *call, smla_status actual,
 
 /* ---- Arrays -------------------------------------------------------------------------------- */
 
-enum { RED_ZONE = 256, MAX_ARRAYS = 2048, MAX_NDIM = 8, RED = 0xA5, POISON = 0xF7 };
+enum { RED_ZONE = 256, MAX_ARRAYS = 4096, MAX_NDIM = 8, RED = 0xA5, POISON = 0xF7 };
 
 #if defined(__x86_64__)
 enum { PAGE = 4096 };

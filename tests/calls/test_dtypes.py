@@ -55,7 +55,7 @@ HALVES |= {"q[0]": HALVES["q"], "k": HALVES["q"], "v_cache": HALVES["v"]}
 
 def dtypes_of(example: Example, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
-    if name in ("slot_mapping", "kv_slot_mapping", "positions"):
+    if name in ("slot_mapping", "kv_slot_mapping", "positions", "src_slots", "dst_slots"):
         return ("int32", "int64")
     if example.op in ("_absorb_q_proj", "_absorb_o_proj") and name not in SCALES:
         floats = ("bfloat16", "float16", "float32")
@@ -122,7 +122,9 @@ def dtypes_of(example: Example, name: str) -> tuple[str, ...]:
     if example.op == "merge_attn_partials" and name == "out":
         outs = example.arrays["outs"].dtype
         return ("bfloat16",) if outs == BF16 else ("bfloat16", "float16", "float32")
-    if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe"):
+    if name in ("q_weight", "kv_weight", "norm_weight", "logits", "q_pe") or (
+        (example.op, name) == ("top_k_merge", "values")
+    ):
         return ("bfloat16", "float32")
     if name == "rope_table" and "q_pe" in example.rules:
         return ("bfloat16", "float32")
@@ -191,11 +193,14 @@ def follows(example: Example, name: str, dtype: str) -> tuple[type, str] | None:
     other = "score" if name == "kv" and "ape" in example.rules else other
     other = "v" if name == "k" and example.op == "reshape_and_cache" else other
     plain = example.arrays
+    if example.op == "cp_local_positions" and name == "positions":
+        other = "out"
     if name == "outs" and dtype != "float32":  # a sum in fp32 may be stored as bf16
         other = "out"
     if other in plain and plain[name].dtype != NAMED[dtype]:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
-        hint = BF16_HINT if dtype == "bfloat16" else ""
+        hints = {"bfloat16": BF16_HINT, "int32": ": nothing is cast here, make it int32"}
+        hint = hints.get(dtype, "")
         return TypeError, f"{example.op}: `{other}` must be {dtype}, got {got}{hint}"
     if example.op in ATTEND_HEADS or (example.op, name) == ("reshape_and_cache", "k_cache"):
         return unlike_half(example, name, dtype)

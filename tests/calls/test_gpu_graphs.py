@@ -18,9 +18,10 @@ import sparse_mla
 
 
 def overwrite(call: operators.Call, other: operators.Call) -> None:
-    """Copies another call's input values into the input arrays of the captured call."""
-    for name, x in inputs(call).items():
-        x.copy_(other.get(name))
+    """Copies another call's values into the arrays that the captured call reads or writes in
+    place."""
+    for name in (*inputs(call), *operators.WRITTEN.get(call.op, ())):
+        call.get(name).copy_(other.get(name))
 
 
 def check_replays(op, call, replay, results) -> None:
@@ -29,11 +30,10 @@ def check_replays(op, call, replay, results) -> None:
         other = turned(CALLS[op](), by)
         want = outcome(moved(turned(CALLS[op](), by)))
         overwrite(call, moved(other))
-        for x in results:
-            bits = device.as_torch(x).reshape(-1).view(torch.uint8)
-            bits.fill_(
-                0 if op in operators.WRITTEN else 0xFF
-            )  # an array written in place keeps some
+        kept = {call.get(name).data_ptr() for name in operators.WRITTEN.get(call.op, ())}
+        for x in map(device.as_torch, results):
+            if x.data_ptr() not in kept:
+                x.reshape(-1).view(torch.uint8).fill_(0xFF)
         torch.cuda.synchronize()
         replay()
         torch.cuda.synchronize()

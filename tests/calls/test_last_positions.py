@@ -92,6 +92,9 @@ OTHERS = {
     ("compute_global_topk_indices_and_lens", "block_table"),
     ("combine_topk_swa_indices", "topk_indices"),
     ("save_partial_states", "positions"),
+    ("cp_local_positions", "positions"),
+    ("cp_local_topk", "topk_indices"),
+    ("top_k_merge", "indices"),
 }
 
 

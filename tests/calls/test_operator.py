@@ -231,7 +231,8 @@ NONE |= {"stream", "scale or none", "asking input", "three ints or none", "count
 @pytest.mark.parametrize("op", OPERATORS)
 def test_the_table_and_the_declaration_are_one(op):
     """Both have the same names, and what the table makes optional has a default in the
-    declaration, unless it is an input between required arguments, which may be None."""
+    declaration, unless it is an input between required arguments, which may be None, or `cp` of the
+    operators that are for ranks alone."""
     parameters = inspect.signature(op).parameters
     table = dict(op.table)
     assert len(table) == len(op.table)
@@ -240,6 +241,7 @@ def test_the_table_and_the_declaration_are_one(op):
     required = {n for n, kind in op.table if kind in needed}
     assert required <= {n for n, p in parameters.items() if p.default is p.empty}
     none = {name for name, p in parameters.items() if p.default is None}
+    none |= {n for n in ("cp",) if n in table and parameters[n].default is inspect.Parameter.empty}
     positional = {name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY}
     assert not positional & none
     assert none == {

@@ -160,6 +160,9 @@ def test_ranks_one_larger_and_one_smaller(example, name):
         if example.is_cache(name) and is_paged and x.shape[-1] == calls.plain.shape[-1]:
             continue  # a cache of another layout
         assert isinstance(got, Refused), x.shape
+        if (example.op, name) == ("cp_local_positions", "positions") and x.ndim in (1, 2):
+            assert "`out` must have " in got.text  # either rank is good
+            continue
         who = example.blames(name)
         shown = ", ".join(map(str, x.shape))
         if example.op == "dynamic_per_tensor_quant":

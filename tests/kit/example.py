@@ -68,7 +68,7 @@ class Example:
 
     def is_cache(self, name: str) -> bool:
         """Whether rows of a cache format are in the array, or rows of which it is one."""
-        return name.endswith("kv_cache") or (name == "k_cache" and self.op not in OPS_OF_HEADS)
+        return name.endswith(CACHE_ENDS) or (name == "k_cache" and self.op not in OPS_OF_HEADS)
 
     def is_strided(self, name: str) -> bool:
         if name in ("out_scale", "k_cache[1]", "q_scale"):  # bytes are scales of FP4
@@ -98,7 +98,8 @@ STRIDED_OPS = ("dynamic_per_tensor_quant", "split_kv_b_proj", "_split_kv_b_proj"
 STRIDED_OPS += ("_absorb_q_proj", "_absorb_o_proj")
 STRIDED_ENDS = ("scale", "lens", "starts", "start_loc", "seqlens_q", "seqlens_k", "seqlens")
 STRIDED_ENDS += ("length", "leftpad", "_inv", "seq_lens_q", "block_table", "slot_table")
-STRIDED_ENDS += ("slot_mapping",)
+STRIDED_ENDS += ("slot_mapping", "src_slots", "dst_slots")
+CACHE_ENDS = ("kv_cache", "src", "dst")
 STRIDED = {"attn_sink", "sinks", "lse", "lse_a", "lse_b", "lses", "max_logits", "positions", "ends"}
 STRIDED |= {"is_valid", "req_id_per_token", "prefill_request_ids", "kv_b_proj"}
 WRITTEN_KINDS = ("input and output", "output", "output or none", "output or first", "asked output")

@@ -138,6 +138,44 @@ def top_k(dtype) -> Example:
     return call("top_k_per_row", arrays, k=3, slots_block_size=4)
 
 
+def own_positions(dtype) -> Example:
+    positions = np.array([[0, 3, 4, 9, -1, 13], [-7, 12, 5, 8, 2, 21]], dtype)
+    arrays = {"positions": positions, "out": np.zeros((2, 6), dtype)}
+    return call("cp_local_positions", arrays, cp=(0, 2, 4))
+
+
+def own_vector(dtype) -> Example:
+    arrays = {"positions": np.array([0, 3, 4, 9, -1, 13], dtype), "out": np.zeros(6, dtype)}
+    return call("cp_local_positions", arrays, cp=(1, 2, 4))
+
+
+def own_lists() -> Example:
+    arrays = {
+        "topk_indices": int32([0, 3, 4, 9, -1, 13], [-7, 12, 5, 8, 2, 21], [4, 5, -1, -1, -1, -1]),
+        "out": np.zeros((3, 6), np.int32),
+        "lens": np.zeros(3, np.int32),
+    }
+    return call("cp_local_topk", arrays, cp=(0, 2, 4))
+
+
+def own_lengths() -> Example:
+    arrays = {"seq_lens": int32(3, 6, 10, 14, -2), "out": np.zeros(5, np.int32)}
+    return call("cp_local_lengths", arrays, cp=(1, 2, 4))
+
+
+def top_k_merge(dtype) -> Example:
+    """Three lists of two tokens. Scores are equal across lists, and one list of the last token has
+    nothing."""
+    indices = [[[0, 3, 8], [2, 4, -1]], [[1, 5, 6], [-1, -1, -1]], [[2, 7, 9], [0, 3, 5]]]
+    values = [[[2, 1, 7], [1, 3, 9]], [[7, 1, 0], [9, 9, 9]], [[1, 2, -1], [2, 0, 0]]]
+    arrays = {
+        "indices": int32(*indices),
+        "values": np.array(values, dtype),
+        "out": np.zeros((2, 4), np.int32),
+    }
+    return call("top_k_merge", arrays, k=4)
+
+
 def combine() -> Example:
     arrays = {
         "topk_indices": int32([0, 7, 5], [1, -1, 5], [0, 1, 5], [1, 0, 5]),
@@ -293,7 +331,7 @@ def rope_and_cache(dtype, index, cache, interleaved=True) -> Example:
     return call("rope_and_cache_mla", arrays, interleaved=interleaved)
 
 
-def inverse(positions, out, scale=None, layout="fp32") -> Example:
+def inverse(positions, out, scale=None, layout="fp32", scale_rows=4) -> Example:
     rng = np.random.default_rng(12)
     arrays = {
         "o": cases.random_bf16(rng, 3, 4, 512),
@@ -303,7 +341,7 @@ def inverse(positions, out, scale=None, layout="fp32") -> Example:
     }
     if scale is None:
         return call("fused_inv_rope_fp8_quant", arrays, groups=2, quantize=False)
-    arrays["out_scale"] = np.zeros((4, 2, 8 if layout == "fp32" else 2), scale)
+    arrays["out_scale"] = np.zeros((scale_rows, 2, 8 if layout == "fp32" else 2), scale)
     return call("fused_inv_rope_fp8_quant", arrays, groups=2, scale_layout=layout)
 
 

@@ -38,7 +38,7 @@ class Operator:
             results = journey.results(got)
         finally:
             journey.fetch()
-        if twin is not None and is_decided(self.name, args):
+        if twin is not None and is_decided(self.name, args, kwargs):
             self.compare(journey, results, twin, twin_args)
         return results
 
@@ -65,12 +65,19 @@ EXACT = ("split_kv_b_proj", *(op for op, facts in FACTS.items() if facts.is_exac
 PROJECTIONS = ("k_up_proj", "v_up_proj", "kv_up_proj", "grouped_output_projection")
 
 
-def is_decided(name, args) -> bool:
-    """Whether the result is unique. It is not if two tokens go to one slot: either may win."""
+def is_decided(name, args, kwargs) -> bool:
+    """Whether the result is unique. It is not if two tokens go to one slot: either may win. Nor is
+    it if merged lists share a position."""
+    given = dict(zip(FACTS[name].positional.split(), args, strict=False)) if name in FACTS else {}
+    given |= kwargs
+    if name == "top_k_merge":
+        return all(are_unique(x) for x in np.asarray(given["indices"]).swapaxes(0, 1))
     slots_name = FACTS[name].slots if name in FACTS else None
-    if slots_name is None:
-        return True
-    slots = np.asarray(args[FACTS[name].positional.split().index(slots_name)])
+    return slots_name is None or are_unique(np.asarray(given[slots_name]))
+
+
+def are_unique(slots: np.ndarray) -> bool:
+    """Whether no slot or position stands twice; negative ones are none."""
     slots = slots[slots >= 0]
     return len(np.unique(slots)) == len(slots)
 

@@ -14,7 +14,7 @@ import example_attention as attend
 import example_calls as of
 import numpy as np
 import reference as ref
-from example import BF16, F16, F32, I64, U8, bytes_below, one_scale, rows_of, weight
+from example import BF16, F16, F32, I32, I64, U8, bytes_below, one_scale, rows_of, weight
 from good_calls import (
     Call,
     attention_call,
@@ -41,7 +41,7 @@ class Facts:
     num_results: int = 0  # arrays that the good call makes if outputs are left out
     takes_workspace: bool = False  # the good call then makes one on a GPU; attention's has splits
     # An argument that the core refuses in the good call only when the results are made.
-    refused: tuple[str, np.ndarray[Any, Any]] | None = None
+    refused: tuple[str, Any] | None = None
     shape_of: str | None = None  # an array whose rank a result's shape depends on
     overloads: tuple[str, ...] = ()  # those that PyTorch has beside the default one
     is_exact: bool = False  # results are promised to the byte
@@ -116,6 +116,43 @@ FACTS: dict[str, Facts] = {
         refused=("slots_block_table", np.zeros(3, np.int32)),
         shape_of="logits",
         overloads=("slots_block_table", "out"),
+        is_exact=True,
+    ),
+    "top_k_merge": Facts(
+        positional="indices values",
+        keywords="k out= stream=",
+        good=lambda: call_of(of.top_k_merge(F32)),
+        num_results=1,
+        refused=("values", np.zeros((3, 2, 4), np.float32)),
+        shape_of="indices",
+        overloads=("out",),
+        is_exact=True,
+    ),
+    "cp_local_positions": Facts(
+        positional="positions",
+        keywords="cp out= stream=",
+        good=lambda: call_of(of.own_positions(I32)),
+        num_results=1,
+        refused=("cp", (2, 2, 4)),
+        overloads=("out",),
+        is_exact=True,
+    ),
+    "cp_local_topk": Facts(
+        positional="topk_indices",
+        keywords="cp out= lens= stream=",
+        good=lambda: call_of(of.own_lists()),
+        num_results=2,
+        refused=("cp", (2, 2, 4)),
+        overloads=("out",),
+        is_exact=True,
+    ),
+    "cp_local_lengths": Facts(
+        positional="seq_lens",
+        keywords="cp out= stream=",
+        good=lambda: call_of(of.own_lengths()),
+        num_results=1,
+        refused=("cp", (2, 2, 4)),
+        overloads=("out",),
         is_exact=True,
     ),
     "combine_topk_swa_indices": Facts(
@@ -323,7 +360,7 @@ FACTS: dict[str, Facts] = {
     "fused_inv_rope_fp8_quant": Facts(
         positional="o positions rope_table",
         keywords="groups scale_layout=fp32 quantize=True out= out_scale= stream=",
-        good=lambda: call_of(of.inverse(I64, U8, F32)),
+        good=lambda: call_of(of.inverse(I64, U8, F32, scale_rows=3)),
         num_results=2,
         refused=("positions", np.zeros(2, np.int64)),
         overloads=("quantize", "out"),

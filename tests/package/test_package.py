@@ -209,6 +209,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     names += (
         "facts",
         "index",
+        "index_ranks",
         "indexer",
         "norm",
         "planning",

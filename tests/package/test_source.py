@@ -393,7 +393,7 @@ def test_operators_are_tested_in_their_family_s_folder():
 
 def test_sizes_of_c_are_tried():
     """tests/c/test_sizes.c has a row for each int64_t of an operator's args."""
-    cases = (ROOT / "tests" / "c" / "good_calls.h").read_text()
+    cases = (ROOT / "tests" / "c" / "good_args.h").read_text()
     union = re.search(r"typedef union any_args \{(.*?)\n\}", cases, re.S)[1]
     structs = {
         name: fields

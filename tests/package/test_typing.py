@@ -26,7 +26,7 @@ EXAMPLES_WITH_TORCH = [
     ROOT / "examples" / f"{name}.py"
     for name in (
         *("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-        *("speculative", "speculative_models"),
+        *("speculative", "speculative_models", "context_parallel"),
     )
 ]
 PACKAGE = Path(sparse_mla.__file__).parent.parent

@@ -1,10 +1,11 @@
-"""Pairs of options of top_k_per_row, each exactly."""
+"""Pairs of options of top_k_per_row and top_k_merge, each exactly."""
 
 from __future__ import annotations
 
 import numpy as np
 import reference as ref
 import reference_index
+import test_top_k_merge as merging
 from helpers import assert_same_bits
 from library import package, sparse_mla
 from pairs import Output, Spy, cover, run_table
@@ -100,3 +101,40 @@ def test_top_k_per_row():
             assert_same_bits(np.ascontiguousarray(chosen.check(chosen.given)), want_values)
 
     run_table(cover(OPTIONS, *RULES), run, spy)
+
+
+def test_top_k_merge():
+    spy = Spy(sparse_mla.top_k_merge, package.top_k_merge)
+
+    def run(lists, tokens, width, dtype, k, data, layout, holes, out):
+        rng = np.random.default_rng([lists, tokens, width])
+        indices = merging.split(rng, lists, tokens, width)
+        if holes and width > 2:
+            indices[:, :, 1] = -5
+        values = make_logits(rng, (lists * tokens, width), dtype, data, layout)
+        values = np.lib.stride_tricks.as_strided(
+            values, (lists, tokens, width),
+            (tokens * values.strides[0], *values.strides),
+        )  # fmt: skip
+        if layout == "apart":
+            wide = np.full((lists, tokens + 1, width + 2), 3, np.int32)
+            wide[:, 1:, :width] = indices
+            indices = wide[:, 1:, :width]
+        want = merging.expect(indices, values, k)
+        result = Output(out, (tokens, k), I32)
+        given = {} if result.given is None else {"out": result.given}
+        got = spy(indices, values, k=k, **given)
+        assert_same_bits(np.ascontiguousarray(result.check(got)), want)
+
+    table = {
+        "lists": [1, 2, 7, 64],
+        "tokens": [0, 1, 5],
+        "width": [0, 1, 40, 300],
+        "dtype": [np.dtype(np.float32), ref.BF16],
+        "k": [1, 7, 64, 5000],
+        "data": ["any", "ties", "equal", "odd"],
+        "layout": ["packed", "apart"],
+        "holes": [False, True],
+        "out": ["made", "packed", "gap"],
+    }
+    run_table(cover(table), run, spy)

@@ -1,5 +1,5 @@
-"""The operators that build index lists for DeepSeek V4, for the tables of moved bytes: a batch of
-long requests, as a step of prefills has it, and what NumPy says about some of its tokens."""
+"""The operators that build index lists, DeepSeek V4's and a rank's, for the tables of moved bytes:
+a batch of long requests, as a step of prefills has it, and what NumPy says about some tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ NUM_REQUESTS = 32
 CONTEXT = 65536
 BLOCK_SIZE = 64
 WINDOW, RATIO, TOPK = 128, 4, 512
+INTERLEAVE = 64
 SAMPLED = slice(None, None, 127)
 
 Put = Callable[[np.ndarray], Any]
@@ -80,6 +81,35 @@ def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> I
             return lengths_are_right and np.array_equal(get(out)[SAMPLED], want)
 
         yield Move(name, call, topk.nbytes + out.nbytes, is_right)
+    yield from make_rank_moves(topk, put, get)
+
+
+def make_rank_moves(topk: np.ndarray, put: Put, get: Callable[[Any], np.ndarray]) -> Iterator[Move]:
+    """The lists of a rank of two, with holes and without."""
+    lists, out = put(topk), put(np.zeros_like(topk))
+    lens = put(np.zeros(len(topk), np.int32))
+    sampled = topk[SAMPLED]
+    is_own = sampled // INTERLEAVE % 2 == 0
+    own = np.where(is_own, sampled // (2 * INTERLEAVE) * INTERLEAVE + sampled % INTERLEAVE, -1)
+    order = np.argsort(own < 0, axis=1, kind="stable")
+    cp = (0, 2, INTERLEAVE)
+
+    def close_holes() -> object:
+        return sparse_mla.cp_local_topk(lists, cp=cp, out=out, lens=lens)
+
+    def keep_holes() -> object:
+        return sparse_mla.cp_local_positions(lists, cp=cp, out=out)
+
+    def is_closed() -> bool:
+        are_counted = np.array_equal(get(lens)[SAMPLED], is_own.sum(1))
+        closed = np.take_along_axis(own, order, 1)
+        return are_counted and np.array_equal(get(out)[SAMPLED], closed)
+
+    def is_kept() -> bool:
+        return np.array_equal(get(out)[SAMPLED], own)
+
+    yield Move("cp_local_topk", close_holes, 2 * topk.nbytes, is_closed)
+    yield Move("cp_local_positions", keep_holes, 2 * topk.nbytes, is_kept)
 
 
 def find_slots(table: np.ndarray, request: np.ndarray, positions: np.ndarray) -> np.ndarray:

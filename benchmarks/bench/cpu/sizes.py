@@ -475,6 +475,37 @@ def list_sweeps() -> Iterator[Sweep]:
     yield Sweep("top_k_per_row", "k", MANY, lambda n: best(k=n))
     yield Sweep("top_k_per_row", "columns", WIDTHS, best)
     yield Sweep("top_k_per_row", "tokens", FEW, lambda n: best(tokens=n))
+
+    def merge(k: int = 64, lists: int = 4, tokens: int = 8, which: str = "dealt") -> Arrays:
+        """Positions dealt to the lists one by one, or in runs of a list."""
+        every = np.arange(lists * 128, dtype=np.int32)
+        shares = every.reshape(lists, 128) if which == "runs" else every.reshape(128, lists).T
+        indices = np.ascontiguousarray(np.repeat(shares[:, None], tokens, 1))
+        return {"indices": indices, "values": normal(*indices.shape, dtype=np.float32), "k": k}
+
+    def own(columns: int = 128, tokens: int = 64, interleave: int = 64) -> Arrays:
+        return {"topk_indices": drawn(tokens, columns), "cp": (0, 2, interleave)}
+
+    yield Sweep("top_k_merge", "k", MANY, merge)
+    yield Sweep("top_k_merge", "lists", FEW, lambda n: merge(lists=n))
+    yield Sweep("top_k_merge", "tokens", FEW, lambda n: merge(tokens=n))
+    yield Sweep("top_k_merge", "shares", ("runs", "dealt"), lambda which: merge(which=which))
+    for op in ("cp_local_topk", "cp_local_positions"):
+        name = "positions" if op == "cp_local_positions" else "topk_indices"
+
+        def lists(n: dict[str, int], name: str = name) -> Arrays:
+            arrays = own(**n)
+            return {name: arrays.pop("topk_indices")} | arrays
+
+        yield Sweep(op, "columns", WIDTHS, lambda n, f=lists: f({"columns": n}))
+        yield Sweep(op, "tokens", FEW, lambda n, f=lists: f({"tokens": n}))
+        yield Sweep(
+            op, "interleave", (1, 3, 7, 63, 65, 64), lambda n, f=lists: f({"interleave": n})
+        )
+    yield Sweep(
+        *("cp_local_lengths", "requests", MANY),
+        lambda n: {"seq_lens": full(n, SLOTS), "cp": (0, 2, 64)},
+    )
     converters: dict[str, Arrays] = {
         "convert_req_index_to_global_index": {},
         "compute_global_topk_indices_and_lens": {"is_valid": None},
@@ -533,7 +564,8 @@ def compressor_sweeps() -> Iterator[Sweep]:
 
 
 def make_sweeps() -> list[Sweep]:
-    families = [*attention_sizes.FAMILIES, write_sweeps, head_sweeps, read_sweeps, norm_sweeps]
+    families = [*attention_sizes.FAMILIES, write_sweeps, head_sweeps, copy_sweeps, read_sweeps]
+    families += [norm_sweeps]
     families += [
         rope_sweeps,
         quant_sweeps,

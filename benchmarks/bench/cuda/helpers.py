@@ -25,6 +25,7 @@ CALLS_PER_REPLAY = 20
 HEADS, INDEX_HEADS, Q_LORA, TOPK, WINDOW = 64, 64, 1024, 512, 128  # V4-Flash
 BLOCK_SIZE, PAGES = 64, 64  # per request
 CONTEXT = BLOCK_SIZE * PAGES
+LONG, LONG_TOPK, RANKS = 65536, 2048, 4  # DeepSeek-V3.2
 STATE_BLOCK_SIZES = {4: 4, 128: 8}
 
 Named = Iterator[tuple[str, Callable[[], object]]]
@@ -177,6 +178,23 @@ def lists(num_tokens: int) -> Named:
     )
 
 
+def rank_lists(num_tokens: int) -> Named:
+    """Lists of DeepSeek-V3.2, of which one rank of two has half, and the choices of four ranks."""
+    topk = torch.randint(LONG, (num_tokens, LONG_TOPK), device=DEVICE).int()
+    outs = {"out": torch.empty_like(topk), "lens": zeros(num_tokens, dtype=torch.int32)}
+    yield (
+        f"cp_local_topk, K {LONG_TOPK}",
+        lambda: sparse_mla.cp_local_topk(topk, cp=(0, 2, 64), **outs),
+    )
+    dealt = torch.randperm(RANKS * LONG_TOPK, device=DEVICE).int().view(RANKS, 1, LONG_TOPK)
+    indices = dealt.sort(-1).values.expand(-1, num_tokens, -1).contiguous()
+    scores = torch.randn(indices.shape, device=DEVICE)
+    yield (
+        f"top_k_merge, {RANKS} lists of {LONG_TOPK}",
+        lambda: sparse_mla.top_k_merge(indices, scores, k=LONG_TOPK, out=outs["out"]),
+    )
+
+
 def turns(num_tokens: int) -> Named:
     q, k = bf16(num_tokens, HEADS, 64), bf16(num_tokens, 64)
     given = (last_positions(num_tokens), q, k, angles())
@@ -200,6 +218,7 @@ HELPERS: tuple[Callable[[int], Named], ...] = (
     compressors,
     index_queries,
     lists,
+    rank_lists,
     turns,
     outputs,
 )

@@ -49,6 +49,15 @@ smla_count_own(const smla_rank_share *share, int64_t count)
     return count / period * share->interleave + smla_clamp_int64(rest, 0, share->interleave);
 }
 
+/* The number of a position >= 0 among the rank's own; -1 if another rank has it. Callers divide,
+ * because kernels do it by multiplying: block = position / interleave, round = block / size. */
+SMLA_HOST_DEVICE static inline int64_t
+smla_own_position(const smla_rank_share *share, int64_t position, int64_t block, int64_t round)
+{
+    const bool is_own = block - round * share->size == share->rank;
+    return is_own ? round * share->interleave + (position - block * share->interleave) : -1;
+}
+
 /* n / by, rounded down. */
 SMLA_HOST_DEVICE static inline int64_t
 smla_floor_divide(int64_t n, int64_t by)

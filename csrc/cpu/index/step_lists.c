@@ -25,6 +25,14 @@ find_index(const smla_page_table *pages, int64_t req, int64_t position)
     return (int32_t)smla_find_slot(&row, position);
 }
 
+/* The slot of a compressed row; -1 if another rank has it. */
+static int32_t
+find_row(const smla_step_lists_params *p, const smla_page_table *pages, int64_t req, int64_t row)
+{
+    const int64_t own = smla_find_own_row(&p->share, row);
+    return own < 0 ? -1 : find_index(pages, req, own);
+}
+
 /* Writes a token's row of lists. A token that is not valid sees no tokens and no groups. */
 static void
 write_token(const smla_step_lists_params *p, int64_t token)
@@ -44,10 +52,10 @@ write_token(const smla_step_lists_params *p, int64_t token)
     smla_clear_columns(window, window_len, p->window);
     for (int i = 0; i < p->num_groups; i++) {
         const smla_step_group *const g = &p->groups[i];
-        const int64_t num_groups = seen / g->ratio;
+        const int64_t num_groups = smla_count_own(&p->share, seen / g->ratio);
         const int64_t len = num_groups < g->width ? num_groups : g->width;
         const bool ends_group = is_valid && seen % g->ratio == 0;
-        g->slot_mapping[token] = ends_group ? find_index(&g->pages, req, position / g->ratio) : -1;
+        g->slot_mapping[token] = ends_group ? find_row(p, &g->pages, req, position / g->ratio) : -1;
         g->context_lens[token] = (int32_t)num_groups;
         g->lens[token] = (int32_t)len;
         if (g->state_slot_mapping != NULL) {

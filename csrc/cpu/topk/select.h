@@ -78,3 +78,8 @@ smla_digit_mask(int digit)
 {
     return digit == 2 ? 1023 : 2047;
 }
+
+/* Writes the k columns of a row that have the largest keys, in ascending order, then -1. One thread
+ * does all of it; top_k.c. */
+void smla_cpu_choose_columns(const smla_select_isa *isa, const smla_logit_rows *logits, int64_t k,
+                             smla_select_scratch *scratch, int32_t *out);

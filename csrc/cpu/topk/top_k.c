@@ -225,6 +225,15 @@ choose_columns(row *r, const smla_select_isa *isa, int32_t *out)
     }
 }
 
+void
+smla_cpu_choose_columns(const smla_select_isa *isa, const smla_logit_rows *logits, int64_t k,
+                        smla_select_scratch *scratch, int32_t *out)
+{
+    row r = {
+        .logits = *logits, .k = k, .num_chunks = 1, .chunk = logits->count, .scratch = scratch};
+    choose_columns(&r, isa, out);
+}
+
 static void
 write_values(const row *r, const int32_t *columns, void *values)
 {

@@ -9,7 +9,10 @@
  *              slot of row p / ratio if t is valid and seen % ratio == 0, else -1;
  *              state_slot_mapping[t] = the slot of p if t is valid, else -1; context_lens[t] =
  *              seen / ratio; lens[t] = min(context_lens[t], width); indices[t] = rows
- *              0...lens[t] - 1, as slots for a decode and as numbers for a prefill, then -1
+ *              0...lens[t] - 1, as slots for a decode and as numbers for a prefill, then -1.
+ *              Of several ranks, each counts its own rows of a group alone: a row has its number
+ *              among these, context_lens[t] is how many of them t sees, and the slot of another
+ *              rank's row is -1
  * Shapes       swa_indices [T, window], indices [T, width] with a stride, vectors [num_rows] int32,
  *              is_valid [num_rows] bytes; block tables [R, W] int32 and slot_mapping [T], any
  *              strides; req_id_per_token, positions [T] int32
@@ -88,15 +91,17 @@ write_window(const step_lists_args &args, const step_token &t)
 }
 
 __device__ __forceinline__ void
-write_group(const smla_step_group &g, const group_tables &tables, const step_token &t)
+write_group(const smla_rank_share &share, const smla_step_group &g, const group_tables &tables,
+            const step_token &t)
 {
     const uint32_t groups = smla_divide_uint32(t.seen, tables.ratio);
-    const int64_t len = groups < g.width ? groups : g.width;
+    const int64_t own_groups = smla_count_own(&share, groups);
+    const int64_t len = own_groups < g.width ? own_groups : g.width;
     if (threadIdx.x == 0) {
         const bool ends_group = t.is_valid && groups * g.ratio == t.seen;
-        g.slot_mapping[t.token] =
-            ends_group ? find_slot(tables.pages, t.req, (int32_t)groups - 1) : -1;
-        g.context_lens[t.token] = (int32_t)groups;
+        const int64_t row = ends_group ? smla_find_own_row(&share, (int64_t)groups - 1) : -1;
+        g.slot_mapping[t.token] = row >= 0 ? find_slot(tables.pages, t.req, (int32_t)row) : -1;
+        g.context_lens[t.token] = (int32_t)own_groups;
         g.lens[t.token] = (int32_t)len;
         if (g.state_slot_mapping != nullptr) {
             g.state_slot_mapping[t.token] =
@@ -151,7 +156,7 @@ __launch_bounds__(BLOCK_THREADS) step_lists_kernel(const __grid_constant__ step_
             const step_token token = read_token(p, work);
             write_window(args, token);
             for (int i = 0; i < p.num_groups; i++) {
-                write_group(p.groups[i], args.tables[i], token);
+                write_group(p.share, p.groups[i], args.tables[i], token);
             }
         } else {
             const int64_t row = p.num_tokens + (work - p.num_tokens) * BLOCK_THREADS + threadIdx.x;

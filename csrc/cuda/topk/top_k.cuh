@@ -91,17 +91,6 @@ load_row(const row_part &part, uint32_t *counts)
     }
 }
 
-/* Counts a later digit of keys that begin with `prefix`. Elements without a logit have the smallest
- * key and may be counted with prefix 0; this changes no digit that is found. */
-template <int DIGIT>
-__device__ __forceinline__ void
-count_digit(uint32_t key, uint32_t prefix, uint32_t *counts)
-{
-    if (prefix_of<DIGIT>(key) == prefix) {
-        atomicAdd(&counts[digit_of<DIGIT>(key)], 1u);
-    }
-}
-
 /* Appends the candidates of a step to the warp's list, in order. Returns the new length, which also
  * counts entries that found no room in the list. */
 template <bool IS_BF16>

@@ -74,6 +74,17 @@ prefix_of(uint32_t key)
     return key >> (DIGIT == 1 ? 21 : 10);
 }
 
+/* Counts a later digit of keys that begin with `prefix`. Elements without a logit have the smallest
+ * key and may be counted with prefix 0; this changes no digit that is found. */
+template <int DIGIT>
+__device__ __forceinline__ void
+count_digit(uint32_t key, uint32_t prefix, uint32_t *counts)
+{
+    if (prefix_of<DIGIT>(key) == prefix) {
+        atomicAdd(&counts[digit_of<DIGIT>(key)], 1u);
+    }
+}
+
 /* Clears one half of the counts. */
 __device__ __forceinline__ void
 clear_counts(uint32_t *counts)

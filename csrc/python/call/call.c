@@ -211,20 +211,46 @@ smla_py_close(smla_py_call *call)
     }
 }
 
+static bool
+is_on_cuda(const smla_py_array *array)
+{
+    return array->object != NULL && array->view.device.device_type == kDLCUDA;
+}
+
+/* The output on a GPU that says where a call with a list of parts runs, because the first part may
+ * be on another GPU. NULL: the call has no list or no such output, and its first array says it. */
+static const smla_py_array *
+find_home(const smla_py_call *call)
+{
+    const bool begins_with_list =
+        call->room != NULL && call->room->num_lists > 0 && call->room->lists[0].row == 0;
+    if (!begins_with_list || !is_on_cuda(&call->arrays[0])) {
+        return NULL;
+    }
+    for (int i = 1; i < call->num_arrays; i++) {
+        if (call->arrays[i].is_written && is_on_cuda(&call->arrays[i])) {
+            return &call->arrays[i];
+        }
+    }
+    return NULL;
+}
+
 int
 smla_py_resolve_stream(smla_py_call *call, void **stream)
 {
     const int status = smla_py_resolve_stream_of(call->state, call->op, call->arrays,
-                                                 call->num_arrays, &call->stream);
+                                                 call->num_arrays, find_home(call), &call->stream);
     *stream = call->stream.at.handle;
     return status;
 }
 
-/* The first array that the caller gave. Every operator with results requires one. */
+/* The array that results are like: the first one that the caller gave. Every operator with results
+ * requires one. */
 static const smla_py_array *
 first_given(const smla_py_call *call)
 {
-    const smla_py_array *array = call->arrays;
+    const smla_py_array *const home = find_home(call);
+    const smla_py_array *array = home != NULL ? home : call->arrays;
     while (array->object == NULL) {
         array++;
     }

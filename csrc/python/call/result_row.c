@@ -172,6 +172,12 @@ is_float(DLDataType dtype)
                                 (dtype.code == kDLFloat && (dtype.bits == 16 || dtype.bits == 32)));
 }
 
+static bool
+is_integer(DLDataType dtype)
+{
+    return dtype.lanes == 1 && dtype.code == kDLInt && (dtype.bits == 32 || dtype.bits == 64);
+}
+
 /* The dtype of attention's out for a query of `dtype`. The core refuses what is neither half. */
 static DLDataType
 halves_of(DLDataType dtype)
@@ -188,6 +194,9 @@ find_dtype(const row_reader *reader, const smla_py_result_dtype *dtype, DLDataTy
     case SMLA_PY_FLOATS_OF_ARRAY:
         *found = reader->call->arrays[dtype->row].view.dtype;
         return is_float(*found);
+    case SMLA_PY_INTEGERS_OF_ARRAY:
+        *found = reader->call->arrays[dtype->row].view.dtype;
+        return is_integer(*found);
     case SMLA_PY_HALVES_OF_ARRAY:
         *found = halves_of(reader->call->arrays[dtype->row].view.dtype);
         return true;
@@ -341,7 +350,8 @@ static PyObject *
 list_dtype(const smla_py_operator *op, const smla_py_result_dtype *dtype)
 {
     switch (dtype->source) {
-    case SMLA_PY_FLOATS_OF_ARRAY: return Py_BuildValue("(ss)", "array", name_of(op, dtype->row));
+    case SMLA_PY_FLOATS_OF_ARRAY:
+    case SMLA_PY_INTEGERS_OF_ARRAY: return Py_BuildValue("(ss)", "array", name_of(op, dtype->row));
     case SMLA_PY_HALVES_OF_ARRAY: return Py_BuildValue("(ss)", "halves", name_of(op, dtype->row));
     case SMLA_PY_DTYPE_OF_OPTION: return Py_BuildValue("(ss)", "option", name_of(op, dtype->row));
     default: return Py_BuildValue("(ss)", "fixed", smla_py_find_dtype(dtype->fixed)->name);

@@ -67,6 +67,7 @@ typedef enum smla_py_dtype_source {
     SMLA_PY_DTYPE_OF_OPTION = 2, /* option `row`, a DLDataType */
     /* array `row`, which the operator takes in bf16, fp16 or e4m3; bf16 for e4m3 */
     SMLA_PY_HALVES_OF_ARRAY = 3,
+    SMLA_PY_INTEGERS_OF_ARRAY = 4, /* array `row`, which the operator takes in int32 or int64 */
 } smla_py_dtype_source;
 
 typedef struct smla_py_result_dtype {

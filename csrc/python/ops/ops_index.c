@@ -1,4 +1,4 @@
-/* ops_index.c: positions become slots, and the index lists of DeepSeek V4. */
+/* ops_index.c: positions become slots, or those of a rank; the index lists of DeepSeek V4. */
 #include "python/call/operator.h"
 
 /* ---- Positions to slots -------------------------------------------------------------------- */
@@ -173,6 +173,72 @@ static const smla_py_limit mixed_limits[] = {
     {SMLA_PY_LIMIT_VALUE, MIXED_TOPK, 0, INT32_MAX},
 };
 
+/* ---- What a rank of context parallelism has ------------------------------------------------ */
+
+/* In each args the integers of `cp` follow each other. */
+#define ASSERT_SHARE(args)                                                                         \
+    _Static_assert(offsetof(args, cp_interleave) == offsetof(args, cp_rank) + 2 * sizeof(int64_t), \
+                   "the integers of a tuple follow each other")
+
+ASSERT_SHARE(smla_cp_positions_args);
+ASSERT_SHARE(smla_cp_topk_args);
+ASSERT_SHARE(smla_cp_lengths_args);
+
+SMLA_PY_COMPUTE(cp_local_positions)
+
+enum { OWN_POSITIONS_IN, OWN_POSITIONS_OUT };
+
+static const smla_py_param own_positions_params[] = {
+    [OWN_POSITIONS_IN] = {"positions", SMLA_PY_INPUT, offsetof(smla_cp_positions_args, positions)},
+    [OWN_POSITIONS_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_cp_positions_args, out)},
+    {"cp", SMLA_PY_THREE_INTS, offsetof(smla_cp_positions_args, cp_rank)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_cp_positions_args, stream)},
+};
+
+static const smla_py_result_row own_positions_results[] = {
+    {.result = OWN_POSITIONS_OUT,
+     .dtype = {.source = SMLA_PY_INTEGERS_OF_ARRAY, .row = OWN_POSITIONS_IN},
+     .dims = {SMLA_PY_ALL_SIZES(OWN_POSITIONS_IN)}},
+};
+
+static const smla_py_limit own_positions_limits[] = {{SMLA_PY_LIMIT_NDIM, OWN_POSITIONS_IN, 1, 2}};
+
+SMLA_PY_COMPUTE(cp_local_topk)
+
+enum { OWN_TOPK_IN, OWN_TOPK_OUT, OWN_TOPK_LENS };
+
+static const smla_py_param own_topk_params[] = {
+    [OWN_TOPK_IN] = {"topk_indices", SMLA_PY_INPUT, offsetof(smla_cp_topk_args, topk_indices)},
+    [OWN_TOPK_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_cp_topk_args, out)},
+    [OWN_TOPK_LENS] = {"lens", SMLA_PY_OUTPUT, offsetof(smla_cp_topk_args, lens)},
+    {"cp", SMLA_PY_THREE_INTS, offsetof(smla_cp_topk_args, cp_rank)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_cp_topk_args, stream)},
+};
+
+static const smla_py_result_row own_topk_results[] = {
+    {SMLA_PY_MAKES(OWN_TOPK_OUT, INT32, SMLA_PY_ALL_SIZES(OWN_TOPK_IN))},
+    {SMLA_PY_MAKES(OWN_TOPK_LENS, INT32, SMLA_PY_SIZE(OWN_TOPK_IN, 0))},
+};
+
+static const smla_py_limit own_topk_limits[] = {{SMLA_PY_LIMIT_NDIM, OWN_TOPK_IN, 2, 2}};
+
+SMLA_PY_COMPUTE(cp_local_lengths)
+
+enum { OWN_LENGTHS_IN, OWN_LENGTHS_OUT };
+
+static const smla_py_param own_lengths_params[] = {
+    [OWN_LENGTHS_IN] = {"seq_lens", SMLA_PY_INPUT, offsetof(smla_cp_lengths_args, seq_lens)},
+    [OWN_LENGTHS_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_cp_lengths_args, out)},
+    {"cp", SMLA_PY_THREE_INTS, offsetof(smla_cp_lengths_args, cp_rank)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_cp_lengths_args, stream)},
+};
+
+static const smla_py_result_row own_lengths_results[] = {
+    {SMLA_PY_MAKES(OWN_LENGTHS_OUT, INT32, SMLA_PY_ALL_SIZES(OWN_LENGTHS_IN))},
+};
+
+static const smla_py_limit own_lengths_limits[] = {{SMLA_PY_LIMIT_NDIM, OWN_LENGTHS_IN, 1, 1}};
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_index_operators[] = {
@@ -180,5 +246,8 @@ const smla_py_operator smla_py_index_operators[] = {
     {SMLA_PY_OPERATOR(compute_global_topk_indices_and_lens, global_topk, smla_topk_slots_args)},
     {SMLA_PY_OPERATOR(combine_topk_swa_indices, combine, smla_combine_topk_swa_args)},
     {SMLA_PY_OPERATOR(build_mixed_sparse_indices, mixed, smla_mixed_indices_args)},
+    {SMLA_PY_OPERATOR(cp_local_positions, own_positions, smla_cp_positions_args)},
+    {SMLA_PY_OPERATOR(cp_local_topk, own_topk, smla_cp_topk_args)},
+    {SMLA_PY_OPERATOR(cp_local_lengths, own_lengths, smla_cp_lengths_args)},
     {.name = NULL},
 };

@@ -34,9 +34,33 @@ static const smla_py_limit top_k_limits[] = {
     {SMLA_PY_LIMIT_VALUE, TOP_K_K, 1, INT32_MAX},
 };
 
+/* ---- Lists of several devices -------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(top_k_merge)
+
+enum { MERGE_INDICES, MERGE_OUT = 2, MERGE_K };
+
+static const smla_py_param merge_params[] = {
+    [MERGE_INDICES] = {"indices", SMLA_PY_INPUT, offsetof(smla_top_k_merge_args, indices)},
+    {"values", SMLA_PY_INPUT, offsetof(smla_top_k_merge_args, values)},
+    [MERGE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_top_k_merge_args, out)},
+    [MERGE_K] = {"k", SMLA_PY_INT, offsetof(smla_top_k_merge_args, k)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_top_k_merge_args, stream)},
+};
+
+static const smla_py_result_row merge_results[] = {
+    {SMLA_PY_MAKES(MERGE_OUT, INT32, SMLA_PY_SIZE(MERGE_INDICES, 1), SMLA_PY_VALUE(MERGE_K))},
+};
+
+static const smla_py_limit merge_limits[] = {
+    {SMLA_PY_LIMIT_NDIM, MERGE_INDICES, 3, 3},
+    {SMLA_PY_LIMIT_VALUE, MERGE_K, 1, INT32_MAX},
+};
+
 /* ---- List ---------------------------------------------------------------------------------- */
 
 const smla_py_operator smla_py_topk_operators[] = {
     {SMLA_PY_OPERATOR(top_k_per_row, top_k, smla_top_k_args)},
+    {SMLA_PY_OPERATOR(top_k_merge, merge, smla_top_k_merge_args)},
     {.name = NULL},
 };
