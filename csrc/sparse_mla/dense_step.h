@@ -31,6 +31,14 @@ typedef struct smla_dense_config {
                                        * as many rows as `workspace`, and as a batch has tokens */
     int64_t prefill_workspace_tokens; /* 0: those of `workspace`, or smla_context_workspace_size */
     int32_t context_plan;             /* smla_context_plan */
+    /* Context parallelism: of every cp_interleave * cp_size positions of a request, rank cp_rank
+     * has those from cp_rank * cp_interleave on, cp_interleave of them; cp_size 0: one rank has
+     * all. Block tables are of the rank's own pages, and slot_mapping is -1 for tokens of other
+     * ranks. Lengths are those of whole requests. The other fields are the same on all ranks, so
+     * that these choose the same path. */
+    int64_t cp_rank;
+    int64_t cp_size;
+    int64_t cp_interleave;
 } smla_dense_config;
 
 /* One step's batch. The host arrays are read during the call; seq_lens_cpu may be upper bounds of
@@ -90,7 +98,9 @@ SMLA_API int64_t smla_dense_builder_workspace_bytes(const smla_dense_builder *bu
  * and apply W_UV; so do all tokens on path "mixed". On path "separate", prefills attend to keys and
  * values that kv_b_proj makes of the new latents, and of the cached ones chunk by chunk. No input
  * is written. Writes the first T = num_actual_tokens rows of out and lse, a natural logarithm. A
- * padding token has out 0 and lse -inf. */
+ * padding token has out 0 and lse -inf. With ranks, out and lse are the rank's part, which
+ * smla_merge_attn_partials merges: of its own keys in the cache; of prefills on path "separate", of
+ * their cached context, and on rank 0 of the new tokens, too. */
 typedef struct smla_dense_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;
@@ -118,7 +128,8 @@ SMLA_API smla_status smla_dense_forward(const smla_dense_forward_args *args, sml
  * multiply by W_UV_O; so do all tokens on path "mixed". On path "separate", prefills multiply by
  * W_Q and W_QR, attend as in smla_dense_forward, and multiply by o_proj. W_Q_UK and W_UV_O are both
  * bf16, or both e4m3 with descales: then fp8_linear multiplies, in groups of the input that the
- * descales have with it. */
+ * descales have with it. Not with ranks, because W_UV_O adds up heads, and parts of heads are to be
+ * merged first. */
 typedef struct smla_dense_absorbed_forward_args {
     size_t struct_size;
     smla_dense_builder *builder;

@@ -134,6 +134,13 @@ typedef struct smla_builder_config {
     int32_t path;                       /* smla_path; SMLA_PATH_AUTO = the builder chooses */
     DLDevice device;
     const DLTensor *workspace; /* [tokens, 576] bf16, outlives the builder; NULL = its own */
+    /* Context parallelism: of every cp_interleave * cp_size positions of a request, rank cp_rank
+     * has those from cp_rank * cp_interleave on, cp_interleave of them; cp_size 0: one rank has
+     * all. Block tables are of the rank's own pages; lengths and topk_indices are those of whole
+     * requests. */
+    int64_t cp_rank;
+    int64_t cp_size;
+    int64_t cp_interleave;
 } smla_builder_config;
 
 /* One step's batch, as in vLLM's CommonAttentionMetadata. The host arrays are read during the call.
@@ -195,7 +202,9 @@ SMLA_API void smla_builder_destroy(smla_builder *builder);
 /* The bytes of the bf16 prefill workspace; 0 on paths without one. */
 SMLA_API int64_t smla_builder_workspace_bytes(const smla_builder *builder);
 
-/* Runs one layer of the last built step. Writes the first T = num_actual_tokens rows of outputs. */
+/* Runs one layer of the last built step. Writes the first T = num_actual_tokens rows of outputs.
+ * With ranks, out and lse are the part of the rank's own keys, which smla_merge_attn_partials
+ * merges, and attn_sink is that merge's. */
 typedef struct smla_forward_args {
     size_t struct_size;
     smla_builder *builder;

@@ -44,6 +44,13 @@ typedef struct smla_v4_config {
     int32_t path;
     DLDevice device;
     const DLTensor *workspace; /* [rows, 512] bf16, outlives the builder; NULL = its own */
+    /* Context parallelism of compressed rows: of every cp_interleave * cp_size rows of a request in
+     * a compressed cache, or the indexer's, rank cp_rank has those from cp_rank * cp_interleave on,
+     * cp_interleave of them; cp_size 0: one rank has all. Tables of these caches are of the rank's
+     * own pages. The window and the states are whole on every rank. Not with SMLA_PATH_SEPARATE. */
+    int64_t cp_rank;
+    int64_t cp_size;
+    int64_t cp_interleave;
 } smla_v4_config;
 
 /* One step's batch. The host arrays are read during the call. slot_mapping is read by the work that
@@ -115,7 +122,9 @@ SMLA_API int64_t smla_v4_builder_workspace_bytes(const smla_v4_builder *builder)
 
 /* The attention of one layer of the last built step, whose rows are in the caches already. Writes
  * the first T = num_actual_tokens rows of outputs. A token that is not valid has out 0 and lse
- * -inf. */
+ * -inf. With ranks, out and lse are the rank's part, which smla_merge_attn_partials merges: of its
+ * own compressed rows, and on rank 0 of the window, too. topk_indices are numbers of all rows,
+ * slots are not taken, and attn_sink is the merge's. */
 typedef struct smla_v4_attend_args {
     size_t struct_size;
     smla_v4_builder *builder;

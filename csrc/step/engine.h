@@ -6,6 +6,7 @@
  */
 #pragma once
 
+#include "core/attention/visible.h"
 #include "core/backend.h"
 #include "core/dltensor.h"
 #include "sparse_mla/step.h"
@@ -81,6 +82,20 @@ typedef struct smla_step {
                              .max_num_batched_tokens = (config)->max_num_batched_tokens, \
                              .max_model_len = (config)->max_model_len,                   \
                              .decode_threshold = (config)->decode_threshold})
+
+/* What a rank has of every request, in a config that is completed. */
+#define SMLA_SHARE_OF(config)                              \
+    ((smla_rank_share){.rank = (int32_t)(config)->cp_rank, \
+                       .size = (int32_t)(config)->cp_size, \
+                       .interleave = (int32_t)(config)->cp_interleave})
+
+/* The row of a config's fields cp_rank, cp_size and cp_interleave. */
+#define SMLA_SHARE_FIELD(config)          \
+    {.name = "cp",                        \
+     .kind = SMLA_FIELD_SHARE,            \
+     .offset = offsetof(config, cp_rank), \
+     .least = 1,                          \
+     .most = INT32_MAX}
 
 /* The workspace that a plan wants. */
 typedef struct smla_workspace_rule {

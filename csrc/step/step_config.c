@@ -2,6 +2,7 @@
 #include "step/step_config.h"
 
 #include "core/rule.h"
+#include "ops/check.h"
 
 static smla_status
 check_list(const char *op, const smla_config_field *field, char *config, smla_error *error)
@@ -26,6 +27,21 @@ check_name(const char *op, const smla_config_field *field, const int32_t *index,
     return smla_require_count(op, field->name, *index, 0, most, error);
 }
 
+/* Checks rank, ranks and interleave. One rank has everything, as without ranks, so it becomes that.
+ */
+static smla_status
+complete_share(const char *op, int64_t numbers[3], smla_error *error)
+{
+    smla_rank_share share;
+    smla_checker c;
+    smla_open_checker(&c, op, error);
+    SMLA_TRY(smla_require_share(&c, numbers[0], numbers[1], numbers[2], &share));
+    numbers[0] = share.rank;
+    numbers[1] = share.size;
+    numbers[2] = share.interleave;
+    return SMLA_OK;
+}
+
 static smla_status
 complete_field(const char *op, const smla_config_field *field, char *config, smla_error *error)
 {
@@ -48,6 +64,7 @@ complete_field(const char *op, const smla_config_field *field, char *config, sml
                    ? smla_require_positive(op, field->name, *number, error)
                    : smla_require_logit_factor(op, field->name, *number, error);
     case SMLA_FIELD_DEVICE: *device = smla_normal_device(*device); return SMLA_OK;
+    case SMLA_FIELD_SHARE: return complete_share(op, at, error);
     case SMLA_FIELD_NAME: return check_name(op, field, at, error);
     case SMLA_FIELD_FORMAT:
     case SMLA_FIELD_PATH: return SMLA_OK;

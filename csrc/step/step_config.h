@@ -17,6 +17,7 @@ typedef enum smla_field_kind {
     SMLA_FIELD_PATH,      /* int32_t, smla_path; the plan checks it, too */
     SMLA_FIELD_NAME,      /* int32_t, an index into `names` */
     SMLA_FIELD_DEVICE,    /* DLDevice */
+    SMLA_FIELD_SHARE, /* int64_t[3]: rank, ranks and interleave, or zeros; Python's None is zeros */
 } smla_field_kind;
 
 typedef struct smla_config_field {

@@ -126,7 +126,8 @@ class SparseMLA:
         metadata : Metadata
             The result of its builder's latest build.
         attn_sink : [H] fp32, optional
-            Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
+            Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged. Of several ranks
+            (`Config.cp`) the merge has it.
         out : [>= T, H, 512] bf16, optional
         lse : [>= T, H] fp32, optional
             Natural logarithms, without the sink; -inf where a token attends to nothing.

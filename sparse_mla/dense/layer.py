@@ -108,6 +108,11 @@ class DenseMLA:
         self.rope_table = without_grad(rope_table)
         weight, scale = _find_kv_b(kv_b_proj, weight_scale_inv)
         if absorb:
+            if config.cp is not None and config.cp[1] > 1:
+                raise ValueError(
+                    "DenseMLA: `absorb` must be False with `cp` of several ranks, because W_UV_O "
+                    f"adds up heads before ranks are merged, got {absorb!r} with {config.cp!r}"
+                )
             for name, given in (("q_proj", q_proj), ("o_proj", o_proj)):
                 if given is None:
                     raise ValueError(f"DenseMLA: `{name}` must be given to absorb, got none")
@@ -168,9 +173,10 @@ class DenseMLA:
             1 for the caches that are served.
         out : [>= T, H, Pv] bf16, or [>= T, hidden] with `absorb`, optional
         lse : [>= T, H] fp32, optional
-            Natural logarithms of the attention's sums; -inf for padding tokens.
+            Natural logarithms of the attention's sums; -inf for padding tokens, and where this rank
+            of `Config.cp` has no key.
         return_lse : bool
-            Whether to return lse, too, as a call with `lse` always does.
+            Whether to return lse, too, as a call with `lse` always does, and one with `Config.cp`.
         stream : int handle or stream object, optional
 
         Returns
@@ -202,6 +208,7 @@ class DenseMLA:
         >>> out.shape
         (1, 2, 128)
         """
+        return_lse = return_lse or self.config.cp is not None
         if metadata is None:
             return (out, lse) if return_lse or lse is not None else out
         if not isinstance(metadata, Metadata):

@@ -102,7 +102,24 @@ def check_fields(config: Any, plan: str) -> None:
             set_fields(config, **{field.name: number})
             if known.get(field.name, ("number",))[0] == "scale" and number <= 0:
                 raise ValueError(f"Config: `{field.name}` must be > 0, got {number}")
+    if known.get("cp", ("",))[0] == "share" and config.cp is not None:
+        set_fields(config, cp=_as_share(config.cp, known["cp"][2]))
     set_fields(config, device=as_device("Config", config.device))
+
+
+def _as_share(cp: Any, most: int) -> tuple[int, ...]:
+    """Checks a rank's share of a cache."""
+    if not isinstance(cp, tuple | list):
+        raise wrong_type("Config", "cp", "a tuple of 3 ints", cp)
+    rank, ranks, interleave = share = (
+        [as_int("Config", "cp", x) for x in cp] if len(cp) == 3 else [-1, 0, 0]
+    )
+    if not (0 <= rank < ranks <= most and 1 <= interleave <= most):
+        raise ValueError(
+            "Config: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and interleave "
+            f">= 1, got {cp!r}"
+        )
+    return tuple(share)
 
 
 def set_fields(config: Any, **values: object) -> None:
@@ -179,9 +196,11 @@ class CommonAttentionMetadata(ShortRepr):
     seq_lens : [R] int32
         Context and query of each request.
     slot_mapping : [>= T] int64 or int32
-        Where each token's key is cached; -1 for padding tokens.
+        Where each token's key is cached; -1 for padding tokens, and with `Config.cp` for tokens of
+        other ranks: a step takes it as it is.
     block_table : [>= R, W] int32
-        Pages of each request. This and slot_mapping are referenced, never copied.
+        Pages of each request; with `Config.cp` those of the rank's own tokens. This and
+        slot_mapping are referenced, never copied.
     query_start_loc_cpu, seq_lens_cpu : [R + 1] and [R] integers in host memory
         The values of query_start_loc and seq_lens, as arrays or lists. They may be left out if
         those two are in host memory themselves; on CUDA they must be given. `build` reads them

@@ -10,6 +10,7 @@ import numpy as np
 from sparse_mla import _C
 from sparse_mla._format_names import takes_both
 from sparse_mla._types import ConcatFormat
+from sparse_mla.ops.index_ranks import cp_local_lengths
 from sparse_mla.ops.planning import ContextChunks
 from sparse_mla.steps import common as steps
 
@@ -63,6 +64,12 @@ class Config:
         tokens attend to the cache, absorbed. None gives each step the path that is estimated to
         take less time on its device: "mixed" where few new tokens stand over a long context, up to
         some hundreds of DeepSeek-V3.
+    cp : (rank, ranks, interleave), optional
+        Context parallelism, as in `sparse_mla.mla_attention`: the cache has the tokens of this rank
+        alone, block tables are of its own pages, and slot_mapping is -1 for tokens of other ranks.
+        All else of a step is that of whole requests, the same on every rank, as are the other
+        options. Layers give this rank's part, (out, lse), to `sparse_mla.merge_attn_partials`. In
+        prefills on path "separate" rank 0 attends to the new tokens.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
 
@@ -99,6 +106,7 @@ class Config:
     prefill_workspace_tokens: int | None = None
     context_plan: str = "equal"
     path: str | None = None
+    cp: tuple[int, int, int] | None = None
     device: str = "cpu"
     if TYPE_CHECKING:
         kv_format: ConcatFormat = "auto"  # the same option
@@ -157,8 +165,8 @@ class PrefillPart(Part):
     max_query_len : int
         The longest query, in tokens.
     context_lens : [n] int32, in host memory
-        Tokens of each request that were cached before the step; 0 for a request without query
-        tokens, whose context is not gathered.
+        Tokens of each request that were cached before the step, with `Config.cp` by this rank; 0
+        for a request without query tokens, whose context is not gathered.
     chunks : ContextChunks, list or None
         Path "separate" with context: its chunks, as `sparse_mla.split_context_chunks` gives them
         for "equal" or "packed". Starts and lengths are views of the builder's memory.
@@ -375,7 +383,9 @@ class MetadataBuilder(steps.Builder):
             )
             if first > 0
             else None,
-            prefill=_make_prefills(common, step, first, last) if first < last else None,
+            prefill=_make_prefills(common, step, first, last, self.config.cp)
+            if first < last
+            else None,
             _step=self._step,
             _generation=step["generation"],
         )
@@ -412,16 +422,21 @@ def _list_chunks(step: dict[str, Any]) -> Chunks:
 
 
 def _make_prefills(
-    common: steps.CommonAttentionMetadata, step: dict[str, Any], first: int, last: int
+    common: steps.CommonAttentionMetadata,
+    step: dict[str, Any],
+    first: int,
+    last: int,
+    cp: tuple[int, int, int] | None,
 ) -> PrefillPart:
     starts: Any = common.query_start_loc_cpu
     lens: Any = common.seq_lens_cpu
     query_lens = np.diff(starts[first:].astype(np.int32))  # build has checked that they fit
+    context_lens = (lens[first:].astype(np.int32) - query_lens) * (query_lens > 0)
     return PrefillPart(
         common.block_table[first:last],
         common.seq_lens[first:last],
         step["prefill_query_start_loc"],
         max_query_len=int(query_lens.max()),
-        context_lens=(lens[first:].astype(np.int32) - query_lens) * (query_lens > 0),
+        context_lens=cp_local_lengths(context_lens, cp=cp) if cp else context_lens,
         chunks=_list_chunks(step),
     )

@@ -51,6 +51,11 @@ class Config:
         Rows of the bf16 workspace of path "separate"; None = 5 * max_model_len.
     path : "mixed", "separate", "bf16" or "direct", optional
         Forces a path; a path that cannot serve the cache is a ValueError.
+    cp : (rank, ranks, interleave), optional
+        Context parallelism, as in `sparse_mla.mla_attention`: the cache has the tokens of this rank
+        alone, block tables are of its own pages, and slot_mapping is -1 for tokens of other ranks.
+        Lengths and topk_indices are those of whole requests, the same on every rank. Layers give
+        this rank's part, (out, lse), to `sparse_mla.merge_attn_partials`, which takes attn_sink.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too. The builder's buffers and all
         arrays of a step are on this device. `MetadataBuilder` finds out whether this build and this
@@ -89,6 +94,7 @@ class Config:
     min_heads_for_bf16_prefill: int = 32
     prefill_workspace_tokens: int | None = None
     path: Path | None = None
+    cp: tuple[int, int, int] | None = None
     device: str = "cpu"
     if TYPE_CHECKING:
         kv_format: RopeFormat = "auto"  # the same option
@@ -118,7 +124,8 @@ class Chunk(steps.ShortRepr):
     Attributes
     ----------
     seq_lens : [n] int32
-        Tokens of each request, context and query; 0 for a request without query tokens.
+        Tokens of each request, context and query, with `Config.cp` this rank's; 0 for a request
+        without query tokens.
     tokens_slice : slice
         The chunk's query tokens among those of the batch.
     block_table : [n, W] int32
@@ -178,7 +185,8 @@ class Prefill(steps.ShortRepr):
     Attributes
     ----------
     seq_lens : [prefills] int32
-        Tokens of each request, context and query; 0 for a request without query tokens.
+        Tokens of each request, context and query, with `Config.cp` this rank's; 0 for a request
+        without query tokens.
     request_ids : [T] int32
         Number of each token's prefill request; -1 for decode tokens.
     workspace_starts : [prefills] int32

@@ -12,6 +12,7 @@ from sparse_mla._format_names import takes_both
 from sparse_mla._types import CacheDtypeV4, CompressedDtypeV4, IndexFormat, PathV4
 from sparse_mla.steps import common as steps
 from sparse_mla.steps.memory import Memory
+from sparse_mla.steps.v4_parts import Chunk, Decode, LayerMetadata, Prefill
 
 Array = Any
 Tables = Mapping[int, Array]
@@ -87,6 +88,13 @@ class Config:
         tokens.
     path : "direct" or "separate", optional
         How prefills run, see help(sparse_mla.v4). None is "direct" without a workspace.
+    cp : (rank, ranks, interleave), optional
+        Context parallelism of compressed rows, which are dealt by their numbers as positions are in
+        `sparse_mla.mla_attention`: the compressed caches and the indexer's have the rows of this
+        rank alone, in pages of its own. The window's cache, the states, slot_mapping and all else
+        of a step are whole on every rank. `SparseMLA.attend` then gives this rank's part, (out,
+        lse), to `sparse_mla.merge_attn_partials`, which takes attn_sink; rank 0 attends to the
+        window. Several ranks have path "direct" alone.
     device : str
         "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too.
 
@@ -132,6 +140,7 @@ class Config:
     eps: float = 1e-6
     overlap_gemm_tokens: int = 1024
     path: PathV4 | None = None
+    cp: tuple[int, int, int] | None = None
     device: str = "cpu"
     if TYPE_CHECKING:  # the same options
         kv_format: CacheDtypeV4 = "fp8_v4"
@@ -145,6 +154,11 @@ class Config:
         if self.path is not None and self.path not in PATHS:
             rule = " or ".join(map(repr, PATHS))
             raise ValueError(f"Config: `path` must be None, {rule}, got {self.path!r}")
+        if self.path == "separate" and self.cp is not None and self.cp[1] > 1:
+            raise ValueError(
+                "Config: `path` must be 'direct' or None with `cp` of several ranks, whose "
+                f"prefills read the caches, got {self.path!r}"
+            )
         if self.eps != 0 and not NORMAL_FP32[0] <= self.eps <= NORMAL_FP32[1]:
             raise ValueError(
                 f"Config: `eps` must be 0 or a normal float32, 1.2e-38 to 3.4e38, got {self.eps}"
@@ -189,137 +203,6 @@ class Config:
             raise ValueError(
                 f"Config: `kv_scale` must be 1 without a cache of fp8_e4m3, got {self.kv_scale}"
             )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LayerMetadata(steps.ShortRepr):
-    """What layers of one compress ratio, or their indexers, need beside the sliding window.
-    `MetadataBuilder.build` makes it.
-
-    Rows, slots and pages are those of the compressed cache. A token is valid if its entry in the
-    step's slot_mapping is a slot.
-
-    Attributes
-    ----------
-    block_table : [>= R, W] int32
-        The engine's pages of the compressed cache.
-    block_size : int
-        Compressed rows per page: `Config.block_size // ratio`.
-    slot_mapping : [T] int32
-        Where a valid token that ends a group of `ratio` tokens stores its row; -1 for others.
-    state_block_table : [>= R, W] int32 or None
-        The engine's pages of the compressor's states.
-    state_slot_mapping : [T] int32 or None
-        Where a valid token stores its state; -1 for others. None without a table of states.
-    context_lens : [T] int32
-        Complete groups that a token sees, its own included; 0 for tokens that are not valid.
-    decode_indices : [Td, Wc] int32 or None
-        Slots of all these groups for decode tokens, then -1. Wc has room for `max_seq_len`. This
-        and the next two are None where an indexer chooses.
-    decode_lens : [Td] int32 or None
-        Their number.
-    prefill_indices : [Tp, Wc] int32 or None
-        For prefill tokens the numbers 0, 1, ... of these groups, then -1.
-
-    Source: vLLM's metadata of DeepSeek V4's compressed caches.
-
-    Examples
-    --------
-    >>> import sparse_mla
-    >>> lists = dict.fromkeys(sparse_mla.v4.LayerMetadata.__dataclass_fields__) | {"block_size": 64}
-    >>> sparse_mla.v4.LayerMetadata(**lists).block_size
-    64
-    """
-
-    block_table: Array
-    block_size: int
-    slot_mapping: Array
-    state_block_table: Array
-    state_slot_mapping: Array
-    context_lens: Array
-    decode_indices: Array
-    decode_lens: Array
-    prefill_indices: Array
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Decode(steps.ShortRepr):
-    """The decode part of a step. `MetadataBuilder.build` makes it.
-
-    Attributes
-    ----------
-    decode_query_len : int
-        Query tokens of the longest decode; speculative batches may be ragged.
-
-    Source: vLLM's metadata of DeepSeek V4's decodes.
-
-    Examples
-    --------
-    >>> import sparse_mla
-    >>> sparse_mla.v4.Decode(decode_query_len=2)
-    Decode(decode_query_len=2)
-    """
-
-    decode_query_len: int
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Chunk(steps.ShortRepr):
-    """Prefill requests that share the workspace. `MetadataBuilder.build` makes it.
-
-    Attributes
-    ----------
-    req_start_idx : int
-        The chunk's first request; 0 is the batch's first prefill.
-    tokens_slice : slice
-        The chunk's query tokens among those of the batch.
-    seq_lens, gather_lens : [n] int32
-        The chunk's entries of `Prefill.seq_lens` and `Prefill.gather_lens`.
-    block_table : [n, W] int32
-        The chunk's rows of the sliding window's block table.
-
-    Source: vLLM's metadata of DeepSeek V4's prefills.
-
-    Examples
-    --------
-    >>> import sparse_mla
-    >>> sparse_mla.v4.Chunk(0, slice(1, 5), [4], [4], [[1]]).tokens_slice.stop
-    5
-    """
-
-    req_start_idx: int
-    tokens_slice: slice
-    seq_lens: Array
-    gather_lens: Array
-    block_table: Array
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Prefill(steps.ShortRepr):
-    """The prefill part of a step. `MetadataBuilder.build` makes it.
-
-    Attributes
-    ----------
-    seq_lens : [prefills] int32
-        Tokens of each request, context and query; 0 for a request without query tokens.
-    gather_lens : [prefills] int32
-        The tokens that its queries see in the sliding window: the query, and up to `window - 1`
-        tokens in front of it.
-    chunks : list of Chunk
-        Each chunk is one attention call of path "separate".
-
-    Source: vLLM's metadata of DeepSeek V4's prefills.
-
-    Examples
-    --------
-    >>> import sparse_mla
-    >>> sparse_mla.v4.Prefill([300], [130], []).gather_lens
-    [130]
-    """
-
-    seq_lens: Array
-    gather_lens: Array
-    chunks: list[Chunk]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

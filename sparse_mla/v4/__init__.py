@@ -39,15 +39,8 @@ layers without an indexer are as wide as it needs.
 """
 
 from sparse_mla.steps.common import CommonAttentionMetadata
-from sparse_mla.steps.v4 import (
-    Chunk,
-    Config,
-    Decode,
-    LayerMetadata,
-    Metadata,
-    MetadataBuilder,
-    Prefill,
-)
+from sparse_mla.steps.v4 import Config, Metadata, MetadataBuilder
+from sparse_mla.steps.v4_parts import Chunk, Decode, LayerMetadata, Prefill
 from sparse_mla.v4.facts import Backend
 from sparse_mla.v4.layer import Caches, SparseMLA, Weights
 

@@ -237,10 +237,12 @@ class SparseMLA:
         topk_indices : [>= T, K] int32, optional
             The rows that the indexer of a layer of ratio 4 chose, as numbers inside each request,
             -1 = none. Other layers take none. It may be left out with `slots`, unless the step has
-            prefills on path "separate", which find rows by their numbers.
+            prefills on path "separate", which find rows by their numbers. With `Config.cp` the rows
+            of all ranks, as `top_k_merge` chooses them.
         slots, lens : [>= T, K] and [>= T] int32, optional
             The same rows as slots of the compressed cache, and how many each token has:
             `lightning_indexer` writes them with the choice, so that nothing has to find them here.
+            Not with several ranks.
         out : [>= T, >= H, 512] bf16, optional
             Heads behind the first H are left alone.
         lse : [>= T, H] fp32, optional
@@ -362,10 +364,10 @@ class SparseMLA:
         Raises
         ------
         TypeError, ValueError, BufferError, RuntimeError, MemoryError
-            A layer without projections, metadata that a later build replaced or that lacks a block
-            table, too few or too many rows of x, a missing cache, more than three streams: before
-            anything is written. Then a projection that returns another shape or dtype, and the
-            errors of the operators and of the projections.
+            A layer without projections or of several ranks (see `attend`), metadata that a later
+            build replaced or that lacks a block table, too few or too many rows of x, a missing
+            cache, more than three streams: before anything is written. Then a projection that
+            returns another shape or dtype, and the errors of the operators and of the projections.
 
         Source: vLLM's DeepSeek V4 attention layer, with its multi-stream overlap.
 
@@ -397,6 +399,11 @@ class SparseMLA:
             )
         if not isinstance(caches, Caches):
             raise wrong_type("SparseMLA.forward", "caches", "a sparse_mla.v4.Caches", caches)
+        if self.config.cp is not None and self.config.cp[1] > 1:
+            raise ValueError(
+                "SparseMLA.forward: `cp` must be of one rank, because ranks are merged between "
+                f"attention and the output projection (call `attend`), got {self.config.cp!r}"
+            )
         if metadata is not None and not isinstance(metadata, Metadata):
             wanted = "what MetadataBuilder.build returned for this step, or None"
             raise wrong_type("SparseMLA.forward", "metadata", wanted, metadata)

@@ -407,6 +407,16 @@ test_errors(void)
         smla_dense_builder_create(&config, &builder, &error), SMLA_ERROR_VALUE,
         "`prefill_workspace_tokens` must be at least a page of block_size = 4 tokens, got 3");
     config = make_config(SMLA_PATH_SEPARATE, 0, 0);
+    config.cp_rank = 2;
+    config.cp_size = 2;
+    config.cp_interleave = 4;
+    EXPECT_FAIL(smla_dense_builder_create(&config, &builder, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks "
+                "and interleave >= 1, got (2, 2, 4)");
+    config.struct_size = offsetof(smla_dense_config, cp_rank); /* a caller knew no ranks */
+    builder = build(&b, &config, NULL);
+    smla_dense_builder_destroy(builder);
+    config = make_config(SMLA_PATH_SEPARATE, 0, 0);
     builder = build(&b, &config, NULL);
     smla_dense_forward_args args = forward_args(&b, builder);
     args.kv_b_proj = NULL;

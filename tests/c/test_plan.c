@@ -390,6 +390,10 @@ test_config_errors(void)
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`kv_format` must be a known cache format, got 0");
     bad.path = SMLA_PATH_BF16;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`path` must serve a fp8_ds_mla cache");
+    bad.cp_size = 2;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE,
+                   "`cp` must be (rank, ranks, interleave) with 0 <= rank < ranks "
+                   "and interleave >= 1, got (0, 2, 0)");
     bad.path = 17;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`path` must be a smla_path, got 17");
     bad.device = (DLDevice){.device_type = kDLMetal, .device_id = 3};
@@ -496,6 +500,10 @@ test_v4_config(void)
     EXPECT(builder == NULL);                                                                \
     config = make_v4_config()
     config = make_v4_config();
+    config.cp_size = 2;
+    config.cp_interleave = 1;
+    EXPECT_REFUSED("`path` must be \"direct\" or left out with `cp` of several ranks, whose "
+                   "prefills read the caches, got \"separate\"");
     config.window = 0;
     EXPECT_REFUSED("MetadataBuilder: `window` must be 1 to 1073741823, got 0");
     config.num_ratios = 5;

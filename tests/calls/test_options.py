@@ -137,6 +137,8 @@ def test_sizes_of_configs(model, name, value):
         values = [(value,), (4, value)]
     if name == "state_block_sizes":
         values = [{4: value}, {4: 4, 128: value}, {value: 4}]
+    if name == "cp":
+        values = [(0, value, 1), (0, 2, value), (value or -1, 2, 1)]
     for one in values:
         if value == 0 and (name == "compress_ratios" or (model, name) == NO_ROPE):
             changed_config(model, name, one)  # a layer of the window alone, keys without RoPE

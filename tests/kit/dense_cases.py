@@ -150,7 +150,10 @@ class Cache:
         return found | ({"kv_scale": self.scale} if self.scale != 1 else {})
 
     def write(self, rng, slots: np.ndarray, std=1.0) -> None:
-        keys = rng.normal(0, std, (len(slots), 576)).astype(np.float32)
+        self.put(slots, rng.normal(0, std, (len(slots), 576)).astype(np.float32))
+
+    def put(self, slots: np.ndarray, keys: np.ndarray) -> None:
+        """Writes keys [n, 576] fp32, of which a format has the first values."""
         if self.split is not None:
             bits = ref.bf16_encode(keys[:, : self.width])
             self.split.put(slots, *self.split.format.encode(bits, self.scale))

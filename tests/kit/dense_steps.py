@@ -102,7 +102,9 @@ def attend_up(q, rows, weight, nope: int, merges: int, softmax_scale: float) -> 
     return Exact(out, bound + apply(error[..., nope:]) + 1e-6, lse, lse_bound)
 
 
-def attend_absorbed(q, rows, weight, nope: int, softmax_scale: float, is_fp8: bool) -> Exact:
+def attend_absorbed(
+    q, rows, weight, nope: int, softmax_scale: float, is_fp8: bool, merges: int
+) -> Exact:
     """The same with W_UK absorbed into the queries, by latents as values."""
     w_uk, w_uv = weight[..., :nope], weight[..., nope:]
     latents = np.einsum("nhp,lhp->nhl", q[..., :nope], w_uk, optimize=True)
@@ -112,6 +114,8 @@ def attend_absorbed(q, rows, weight, nope: int, softmax_scale: float, is_fp8: bo
     z = ref.attend_keys(query, keys, has_scales=is_fp8)
     rounded = BF16 * z.nope_abs[..., None] * z.p_abs_v  # the absorbed queries
     error = z.out_tolerance(**device.BOUNDS) + 2 * rounded + 512 * 2.0**-24 * np.abs(z.out)
+    # Parts that are merged may each be as large as p_abs_v: their latents, and what W_UV makes.
+    error = error + 2 * merges * BF16 * z.p_abs_v
     out = np.einsum("nhl,lhv->nhv", z.out, w_uv, optimize=True)
     bound = np.einsum("nhl,lhv->nhv", error, np.abs(w_uv), optimize=True)
     lse_bound = z.lse_tolerance(**device.BOUNDS) + BF16 * z.nope_abs
@@ -251,6 +255,7 @@ class Case:
         given = {} if lse is None else {"lse": trip.put(lse)}
         layer.forward(*trip.put(arrays), self.metadata, **options, **given)
         trip.fetch()
+        self.written = arrays[3]
         for x, y in zip(before, (self.q, self.kv_c, self.k_pe), strict=True):
             assert_same_bits(x, y, "an input")
         got = np.asarray(out.check(written=False))
@@ -275,14 +280,18 @@ class Case:
         )
         return np.concatenate([wide(self.q[..., : self.nope]), wide(q_pe)], -1), k_pe
 
-    def exact(self, merges: int, path: str = "separate") -> Exact:
-        """fp64 of every request, from the rows that its path reads."""
+    def exact(self, merges: int, path: str = "separate", ranks: int = 1) -> Exact:
+        """fp64 of every request, from the rows that its path reads. Results of several ranks are
+        merged once more."""
+        merges, of_ranks = merges + (ranks > 1), int(ranks > 1)
         q, k_pe = self.turned()
         weight = wide(self.weight).reshape(512, self.heads, -1)
         parts = []
         for r, (n, length) in enumerate(zip(self.query_lens, self.lens, strict=True)):
             start = int(self.batch.query_start_loc[r])
             new = slice(start, start + n)
+            if n == 0:
+                continue
             cached = self.slots_of(r, length - n)
             if path == "mixed" or n <= self.threshold:
                 cache = self.cache.copy()
@@ -292,10 +301,9 @@ class Case:
                     kv_cache_dtype=self.fmt,
                 )
                 rows = self.decode(cache, self.slots_of(r, length))
+                scale, has_scales = self.softmax_scale, self.has_scales
                 parts.append(
-                    attend_absorbed(
-                        q[new], rows, weight, self.nope, self.softmax_scale, self.has_scales
-                    )
+                    attend_absorbed(q[new], rows, weight, self.nope, scale, has_scales, of_ranks)
                 )
             else:
                 context = ref.to_f32(ref.to_bf16(self.decode(self.cache, cached)))

@@ -3,6 +3,7 @@ contract's rules give each token."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import device
@@ -10,6 +11,7 @@ import numpy as np
 import reference as ref
 import reference_v4 as plan
 from cases import make_sink, random_bf16
+from dense_cases import owner
 from helpers import assert_within_bounds
 from library import sparse_mla
 from row_formats import Pages
@@ -217,3 +219,30 @@ def case_without_slots(ratio, path, tokens, **options) -> Case:
     if case.topk is not None:
         case.topk[33:] = [0, 5, 1, 2**31 - 1, -1, 3, -(2**31), 2, 9, 4, 8]
     return case
+
+
+def take_share(case: Case, cp: tuple[int, int, int]) -> Case:
+    """The case of one rank: compressed pages of its own with its own rows, all others NaN. The
+    window's cache is that of the whole."""
+    config = dataclasses.replace(case.config, cp=cp)
+    sinks = None if cp[1] > 1 else case.sink
+    layer = v4.SparseMLA(config, case.ratio, v4.Weights(None, None, sinks, None, None))
+    share = dataclasses.replace(case, config=config, layer=layer)
+    if case.compressed is None:
+        return share
+    size, whole = SIZES.block_size // case.ratio, case.batch.compressed[case.ratio]
+    pages = iter(np.random.default_rng(cp).permutation(NUM_PAGES))
+    name, layout = case.compressed.format.name, case.compressed.layout
+    cache = Pages(name, layout, pages=NUM_PAGES, block_size=size)
+    cache.memory[:] = 0xFF
+    table = np.full((len(whole), whole.shape[1] + 1), -1, np.int32)
+    for b, n in enumerate(case.batch.seq_lens):
+        for row in range(int(n) // case.ratio):
+            rank, local = owner(row, cp)
+            if rank == cp[0]:
+                if table[b, local // size] < 0:
+                    table[b, local // size] = next(pages)
+                at = int(table[b, local // size]) * size + local % size
+                cache.put([at], *case.compressed.get([plan.slot(whole[b], row, size)]))
+    batch = dataclasses.replace(case.batch, compressed={case.ratio: table})
+    return dataclasses.replace(share, compressed=cache, batch=batch)

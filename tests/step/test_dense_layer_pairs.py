@@ -40,6 +40,7 @@ OPTIONS = {
     "kv_scale": ["left out", "one", "number", "array", "array of one"],
     "rows": [None, 64],  # prefill_workspace_tokens
     "workspaces": ["none", "first", "both"],
+    "cp": [None, (0, 1, 5)],
     "query": ["rows", "pair", "wide"],
     "padding": [0, 2],
     "bounds": ["none", "largest", "above"],
@@ -135,13 +136,13 @@ class Run:
     configs: list = dataclasses.field(default_factory=list)
 
     def case(self, cache, path, plan, weights, batch, heads, page, sizes, threshold, interleaved,
-             softmax_scale, kv_scale, rows, workspaces, query, padding, bounds, host, hints, out,
-             lse, return_lse) -> None:  # fmt: skip
+             softmax_scale, kv_scale, rows, workspaces, cp, query, padding, bounds, host, hints,
+             out, lse, return_lse) -> None:  # fmt: skip
         case = make_case(cache, batch, heads, page, sizes, threshold, interleaved, softmax_scale,
                          kv_scale, padding)  # fmt: skip
         layer, options, distance_bound = weights_of(case, weights)
         config = case.config(path=path, context_plan=plan, prefill_workspace_tokens=rows,
-                             kv_cache_dtype=cache[0])  # fmt: skip
+                             kv_cache_dtype=cache[0], cp=cp)  # fmt: skip
         self.configs.append(config)
         trip = travel()
         memory = {}
@@ -200,7 +201,8 @@ class Run:
         arrays = trip.put((q, case.kv_c, k_pe, case.cache.copy()))
         got = self.forward(made, *arrays, case.metadata, **options)
         trip.fetch()
-        got, got_lse = got if lse != "left out" else (got, None)
+        # A layer with `cp` always returns lse.
+        got, got_lse = got if lse != "left out" or made.config.cp else (got, None)
         if result.given is None:
             got = device.host(got)
         got = result.check(result.given if result.given is not None else np.asarray(got))

@@ -45,6 +45,7 @@ V32 = {
     "heads": [2, 17, 33],
     "page": [1, 16, 64],
     "topk": [8, 48],
+    "cp": [None, (0, 1, 5)],
     "threshold": [1, 3],
     "least_heads": [1, 32],
     "rows": [None, cases.ENGINE_WORKSPACE],
@@ -91,7 +92,7 @@ def test_v32_layers():
     forward = Spy(lambda x, *a, **k: x.forward(*a, **k), package.SparseMLA.forward)
     configs = []
 
-    def run(dtype, path, batch, heads, page, topk, threshold, least_heads, rows, softmax_scale,
+    def run(dtype, path, batch, heads, page, topk, cp, threshold, least_heads, rows, softmax_scale,
             workspace, query, sink, padding, bounds, host, hints, out, lse, return_lse,
             weight):  # fmt: skip
         lens, seq_lens = BATCHES[batch]
@@ -107,7 +108,7 @@ def test_v32_layers():
             decode_threshold=threshold, min_heads_for_bf16_prefill=least_heads,
             prefill_workspace_tokens=rows, kv_cache_dtype=dtype, softmax_scale=softmax_scale,
             max_num_seqs=8 + heads, max_num_batched_tokens=100 + heads, max_model_len=300 + topk,
-            qk_nope_head_dim=16 if weight != "none" else 128,
+            cp=cp, qk_nope_head_dim=16 if weight != "none" else 128,
             v_head_dim=24 if weight != "none" else 128,
         )  # fmt: skip
         configs.append(config)
@@ -167,6 +168,7 @@ V4 = {
     "q_scale": [1.0, Q_SCALE],
     "softmax_scale": [512**-0.5, -0.03],
     "window": [1, 6],
+    "cp": [None, (0, 1, 3)],
     "swa_page": [4, 16],
     "page": [16, 32],
     "state_pages": [{4: 4, 16: 8}, {4: 8, 16: 16}],
@@ -197,7 +199,7 @@ def test_v4_layers():
     """Whole layers: every result within the chained bounds, every byte of the caches exact."""
     configs = []
 
-    def run(kv, compressed, index, ratio, path, quantized, q_scale, softmax_scale, window,
+    def run(kv, compressed, index, ratio, path, quantized, q_scale, softmax_scale, window, cp,
             swa_page, page, state_pages, threshold, chunk, topk, heads, eps, overlap, index_heads,
             padding):  # fmt: skip
         sizes = plan.Sizes(
@@ -208,7 +210,7 @@ def test_v4_layers():
         )  # fmt: skip
         if ratio == 16:
             sizes.state_block_sizes = {16: state_pages[16]}
-        options = {"path": path, "softmax_scale": softmax_scale, "eps": eps,
+        options = {"path": path, "cp": cp, "softmax_scale": softmax_scale, "eps": eps,
                    "overlap_gemm_tokens": overlap}  # fmt: skip
         world = World(
             package, ratio, LENGTHS, seed=ratio + topk, kv=kv, compressed=compressed, index=index,

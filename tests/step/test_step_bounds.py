@@ -36,12 +36,13 @@ LIMITS = {
 
 
 def builder(path=None, dtype="fp8_ds_mla", workspace=None, device="cpu", **changes):
-    names = {"kv_cache_dtype": dtype, "path": path, "device": device}
+    names = {"kv_cache_dtype": dtype, "path": path, "device": device, "cp": None}
     return _C.Step("v32", LIMITS | names | changes, workspace)
 
 
 def test_a_builder_takes_all_fields_of_its_config():
     config = LIMITS | {"kv_cache_dtype": "fp8_ds_mla", "path": None, "device": "cpu"}
+    config |= {"cp": (0, 2, 1)}
     _C.Step("v32", config | {"more": 1}, None)
     for name in config:
         rule = f"`config` must have a value of '{name}', got none"

@@ -130,6 +130,8 @@ parse_field(const char *op, const smla_config_field *field, PyObject *object, ch
     case SMLA_FIELD_PATH: return parse_path(op, field->paths, object, at);
     case SMLA_FIELD_NAME: return parse_name(op, field, object, at);
     case SMLA_FIELD_DEVICE: return smla_py_parse_device(op, name, object, at);
+    case SMLA_FIELD_SHARE:
+        return object == Py_None ? 0 : smla_py_parse_ints(op, name, object, 3, at);
     }
     return -1;
 }
@@ -159,7 +161,7 @@ name_kind(smla_field_kind kind)
         [SMLA_FIELD_BY_NUMBER] = "by number", [SMLA_FIELD_NUMBER] = "number",
         [SMLA_FIELD_SCALE] = "scale",         [SMLA_FIELD_FORMAT] = "format",
         [SMLA_FIELD_PATH] = "path",           [SMLA_FIELD_NAME] = "name",
-        [SMLA_FIELD_DEVICE] = "device",
+        [SMLA_FIELD_DEVICE] = "device",       [SMLA_FIELD_SHARE] = "share",
     };
     return names[kind];
 }

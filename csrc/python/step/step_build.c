@@ -112,7 +112,7 @@ read_arguments(build_call *call, const smla_py_operator *op, PyObject *const *va
             return -1;
         }
     }
-    if (smla_py_resolve_stream_of(call->state, call->op, call->arrays, call->num_arrays,
+    if (smla_py_resolve_stream_of(call->state, call->op, call->arrays, call->num_arrays, NULL,
                                   &call->stream) < 0) {
         return -1;
     }

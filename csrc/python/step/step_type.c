@@ -38,7 +38,7 @@ take_workspaces(smla_py_step *step, PyObject *const *given, unsigned char *confi
         }
     }
     return smla_py_resolve_stream_of(state, smla_create_op, step->workspaces, SMLA_MAX_WORKSPACES,
-                                     &stream);
+                                     NULL, &stream);
 }
 
 static int

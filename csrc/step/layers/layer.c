@@ -199,6 +199,28 @@ smla_gather_of_chunk(const smla_layer *layer, const smla_prefill_chunk *chunk,
 }
 
 smla_status
+smla_take_own(const smla_layer *layer, const smla_rank_share *share, int64_t start, int64_t count,
+              int32_t *own, int32_t *lens, smla_key_list *list)
+{
+    const smla_rank_lists_params params = {
+        .call = smla_call_of_layer(layer, "cp_local_topk", NULL),
+        .share = *share,
+        .num_rows = count,
+        .num_columns = list->topk,
+        .in = list->indices + start * list->indices_stride_token,
+        .in_stride_row = list->indices_stride_token,
+        .in_stride_column = 1,
+        .out = own + start * list->topk,
+        .out_stride_row = list->topk,
+        .lens = lens + start,
+        .lens_stride = 1,
+    };
+    list->indices = own;
+    list->indices_stride_token = list->topk;
+    return smla_run_cp_local_topk(layer, &params);
+}
+
+smla_status
 smla_run_layer(const smla_layer *layer, smla_status (*run)(void *call), void *call)
 {
     const smla_step *const s = layer->step;

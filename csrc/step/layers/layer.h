@@ -58,6 +58,11 @@ typedef struct smla_layer_arrays {
 smla_status smla_require_results(const smla_layer *layer, smla_checker *checker,
                                  const smla_layer_arrays *arrays);
 
+/* Why a layer of several ranks refuses sinks. */
+#define SMLA_SINK_OF_RANKS                                                                      \
+    "`attn_sink` must be given to the merge of ranks (merge_attn_partials) with `cp`, because " \
+    "each rank would count it, got an array"
+
 /* The rule of an array as a row of a table: the last arguments are its shape. */
 #define SMLA_ARRAY(name_, tensor_, dtypes_, flags_, hint_, ndim_, ...) \
     {.name = (name_),                                                  \
@@ -171,6 +176,7 @@ SMLA_LAYER_SLOT(concat_and_cache_mla, smla_cache_write_params)
 SMLA_LAYER_SLOT(gather_kv_cache, smla_gather_params)
 SMLA_LAYER_SLOT(dequantize_and_gather_k_cache, smla_gather_params)
 SMLA_LAYER_SLOT(convert_req_index_to_global_index, smla_convert_params)
+SMLA_LAYER_SLOT(cp_local_topk, smla_rank_lists_params)
 SMLA_LAYER_SLOT(compute_global_topk_indices_and_lens, smla_topk_slots_params)
 SMLA_LAYER_SLOT(combine_topk_swa_indices, smla_combine_topk_swa_params)
 SMLA_LAYER_SLOT(merge_attn_states, smla_merge_params)
@@ -178,6 +184,11 @@ SMLA_LAYER_SLOT(projection, smla_projection_params)
 SMLA_LAYER_SLOT(fp8_linear, smla_fp8_linear_params)
 SMLA_LAYER_CALL(attention, smla_attention_params,
                 smla_attend(params, layer->step->backend, layer->error))
+
+/* Leaves a rank's own entries in the lists of `count` tokens from token `start` on, without holes:
+ * the list's indices become `own`, which has rows for all tokens, and `lens` their numbers. */
+smla_status smla_take_own(const smla_layer *layer, const smla_rank_share *share, int64_t start,
+                          int64_t count, int32_t *own, int32_t *lens, smla_key_list *list);
 
 /* Computes a layer whose args are checked: `run(call)`, unless the step has no tokens. */
 smla_status smla_run_layer(const smla_layer *layer, smla_status (*run)(void *call), void *call);

@@ -211,7 +211,7 @@ plan_attention(dense_layer *d)
                    .q_scale = one,
                    .divisor = one,
                    .kv_scale = {d->kv_scale, d->kv_scale}},
-        .visible.rule = {.left = -1, .right = 0},
+        .visible.rule = b->ranges.rule,
     };
     fill_keys(d, &d->attention);
     d->attention.results.fills_padding = b->ranges.absent_req >= 0;
@@ -317,6 +317,12 @@ forward(dense_layer *d, smla_error *error)
 {
     d->layer = (smla_layer){op, (const smla_step *)d->builder, d->args->stream, error};
     SMLA_TRY(smla_require_step(&d->layer));
+    if (d->absorbed != NULL && d->builder->share.size > 0) {
+        return smla_fail_value(error, op,
+                               "`builder` must be of one rank for absorbed weights, because W_UV_O "
+                               "adds up heads before ranks are merged, got `cp` of %d ranks",
+                               (int)d->builder->share.size);
+    }
     d->num_absorbed = d->layer.step->facts.num_first_tokens;
     SMLA_TRY(check_arrays(d));
     return smla_run_layer(&d->layer, run, d);

@@ -7,7 +7,8 @@
  *   at last      partial, merged with out -> out
  *
  * Requests without context take no part in merges, or the context's side of theirs is empty. Either
- * way their rows are those of the new tokens, bit for bit.
+ * way their rows are those of the new tokens, bit for bit. Of several ranks, each has its own part
+ * of the context, and the first one has the new tokens.
  */
 #include "ops/check.h"
 #include "step/layers/layer_dense.h"
@@ -73,13 +74,22 @@ merge(const dense_layer *d, const result_rows *a, const result_rows *b, int64_t 
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* Makes keys and values of `count` latents, and attends to them with the query tokens from `start`
- * on. The requests of queries and keys begin at the numbers in `starts`. */
+/* Latents that keys and values are made of. */
+typedef struct latent_rows {
+    smla_head_rows kv_c;
+    smla_head_rows k_pe;
+    int64_t count;
+    const int32_t *starts; /* where each request's begin */
+    bool are_hidden;       /* no request has any: nothing is made of them */
+} latent_rows;
+
+/* Makes keys and values of latents, and attends to them with the query tokens from `start` on. The
+ * requests of queries begin at `starts`. */
 static smla_status
-attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t count,
-       const int32_t *const starts[2], int64_t num_reqs, int64_t start, const result_rows *to,
-       bool is_causal)
+attend(const dense_layer *d, const latent_rows *latents, const int32_t *starts, int64_t num_reqs,
+       int64_t start, const result_rows *to, bool is_causal)
 {
+    const int64_t count = latents->count;
     const smla_dense_config *const config = &d->builder->config;
     const DLTensor *const memory = &d->layer.step->workspaces[SMLA_DENSE_UP_PROJECTED].tensor;
     const int64_t heads = config->num_heads, values = config->v_head_dim;
@@ -87,9 +97,9 @@ attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t c
     const int64_t stride = count > 1 ? smla_stride(memory, 0) : 0;
     const uint16_t *const up = smla_data(memory);
     const smla_projection_params project =
-        smla_dense_product(d, "kv_up_proj", kv_c, d->args->kv_b_proj,
+        smla_dense_product(d, "kv_up_proj", latents->kv_c, d->args->kv_b_proj,
                            (smla_head_rows){up, stride, 0}, count);
-    SMLA_TRY(smla_run_projection(&d->layer, &project));
+    SMLA_TRY(latents->are_hidden ? SMLA_OK : smla_run_projection(&d->layer, &project));
     const int64_t stride_head = heads > 1 ? nope + values : 0;
     const smla_attention_params params = {
         .call = smla_call_of_layer(&d->layer, "varlen_attention", NULL),
@@ -103,12 +113,13 @@ attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t c
         .kv = {.num_keys = count,
                .num_kv_heads = heads,
                .rows = {{up, stride, stride_head},
-                        rope == 0 ? (smla_head_rows){.data = NULL} : k_pe,
+                        rope == 0 ? (smla_head_rows){.data = NULL} : latents->k_pe,
                         {up + nope, stride, stride_head}},
                .type = SMLA_FLOAT_BF16,
                .value_dim = (int16_t)values,
-               .starts = starts[1],
-               .starts_stride = 1},
+               .starts = latents->starts,
+               /* Every request of hidden latents begins and ends at the first start, which is 0. */
+               .starts_stride = latents->are_hidden ? 0 : 1},
         .results = smla_results_of_layer(to->out, to->lse),
         .logits = {.softmax_scale = d->args->softmax_scale,
                    .q_descale.value = 1.0f,
@@ -116,7 +127,7 @@ attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t c
                    .v_descale.value = 1.0f},
         .visible = {.reqs = {.num_tokens = to->count,
                              .num_reqs = num_reqs,
-                             .query_starts = starts[0],
+                             .query_starts = starts,
                              .query_starts_stride = 1},
                     .rule = {.left = -1, .right = is_causal ? 0 : -1}},
         .workspace = smla_layer_workspace(&d->layer),
@@ -124,18 +135,22 @@ attend(const dense_layer *d, smla_head_rows kv_c, smla_head_rows k_pe, int64_t c
     return smla_run_attention(&d->layer, &params);
 }
 
-/* Padding behind the last query is a request of its own, which has no keys. */
+/* Padding behind the last query is a request of its own, which has no keys. Of several ranks, the
+ * first one attends to new tokens: every rank has them in its inputs, whoever caches them. */
 static smla_status
 attend_new_tokens(const dense_layer *d)
 {
     const smla_dense_sent *const sent = &d->builder->sent;
     const smla_step_facts *const facts = &d->layer.step->facts;
     const int64_t start = d->num_absorbed, count = facts->num_actual_tokens - start;
-    const int32_t *const starts[2] = {sent->padded_query_start_loc, sent->prefill_query_start_loc};
     const result_rows to = final_rows(d, start, count);
-    return attend(d, smla_take_rows(d->kv_c, start, count, sizeof(uint16_t)),
-                  smla_take_rows(d->k_pe, start, count, sizeof(uint16_t)), count, starts,
-                  facts->split.num_prefills + 1, start, &to, true);
+    const latent_rows latents = {.kv_c = smla_take_rows(d->kv_c, start, count, sizeof(uint16_t)),
+                                 .k_pe = smla_take_rows(d->k_pe, start, count, sizeof(uint16_t)),
+                                 .count = count,
+                                 .starts = sent->prefill_query_start_loc,
+                                 .are_hidden = d->builder->share.rank != 0};
+    return attend(d, &latents, sent->padded_query_start_loc, facts->split.num_prefills + 1, start,
+                  &to, true);
 }
 
 /* ---- Chunks -------------------------------------------------------------------------------- */
@@ -161,14 +176,15 @@ attend_chunk(const dense_layer *d, int64_t i, const result_rows *to)
     const smla_dense_builder *const b = d->builder;
     const smla_prefill_chunk *const chunk = &d->layer.step->chunks[i];
     const int64_t first = b->metadata.context_chunks[i].first + i;
-    const int32_t *const starts[2] = {b->sent.context_query_starts + first,
-                                      b->sent.context_key_starts + first};
     const smla_gather_params gather = gather_of(d, i);
-    const smla_head_rows rows = {gather.out, gather.out_stride_token, 0};
+    const int64_t stride = gather.out_stride_token;
+    const latent_rows latents = {.kv_c = {gather.out, stride, 0},
+                                 .k_pe = {gather.out + SMLA_KV_LORA_RANK, stride, 0},
+                                 .count = chunk->tot_seqlen,
+                                 .starts = b->sent.context_key_starts + first};
     SMLA_TRY(smla_run_gather_kv_cache(&d->layer, &gather));
-    return attend(d, rows, (smla_head_rows){gather.out + SMLA_KV_LORA_RANK, rows.stride_token, 0},
-                  chunk->tot_seqlen, starts, chunk->req_end - chunk->req_start, chunk->token_start,
-                  to, false);
+    return attend(d, &latents, b->sent.context_query_starts + first,
+                  chunk->req_end - chunk->req_start, chunk->token_start, to, false);
 }
 
 /* Attends to chunk `i`. Chunks whose tokens overlap or are neighbours are a run, which begins at

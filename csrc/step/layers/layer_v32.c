@@ -5,6 +5,9 @@
  *   separate      indices -> attention over decodes; per chunk: gather to the workspace ->
  *                 attention
  *
+ * Of several ranks, each first takes its own positions out of the indices, by cp_local_topk, and
+ * gathers its own rows.
+ *
  * Everything is checked before the first byte is written. Padding tokens after the last query
  * attend to the cache, like decodes, even if they follow prefills.
  */
@@ -85,6 +88,9 @@ check_forward(forward_call *f)
     SMLA_TRY(smla_require_topk(&f->layer, &c, "topk_indices", args->topk_indices,
                                b->config.topk_tokens));
     SMLA_TRY(smla_require_logit_factor(op, "softmax_scale", args->softmax_scale, f->layer.error));
+    if (b->share.size > 0 && args->attn_sink != NULL) {
+        return smla_fail_value(f->layer.error, op, SMLA_SINK_OF_RANKS);
+    }
     const smla_layer_arrays arrays = {SMLA_LAYER_ARRAYS_OF(args), .q_pe = args->q_pe,
                                       .block_table = &b->block_table.tensor};
     SMLA_TRY(smla_require_results(&f->layer, &c, &arrays));
@@ -95,6 +101,18 @@ check_forward(forward_call *f)
 }
 
 /* ---- Steps --------------------------------------------------------------------------------- */
+
+/* Leaves the rank's own positions in the lists, without holes. */
+static smla_status
+take_own(forward_call *f)
+{
+    const smla_v32_made *const made = &f->builder->made;
+    smla_key_list *const list = &f->attention.keys.lists[0];
+    list->end = made->own_lens;
+    list->end_stride = 1;
+    return smla_take_own(&f->layer, &f->builder->share, 0, f->metadata->num_actual_tokens,
+                         made->own_topk, made->own_lens, list);
+}
 
 /* Turns all positions into slots. Tokens that read the workspace need row numbers of it instead, so
  * one call converts the indices of all tokens. */
@@ -173,7 +191,8 @@ attend_chunks(const forward_call *f)
         const smla_prefill_chunk *const chunk = &f->metadata->chunks[i];
         const smla_gather_params gather = gather_of(f, chunk);
         const smla_kv_view rows = smla_gathered_rows(&f->layer, chunk->tot_seqlen);
-        SMLA_TRY(smla_run_gather_kv_cache(&f->layer, &gather));
+        /* A rank may have no row of any of the chunk's requests. */
+        SMLA_TRY(gather.out_tokens > 0 ? smla_run_gather_kv_cache(&f->layer, &gather) : SMLA_OK);
         SMLA_TRY(attend(f, &rows, chunk->token_start, chunk->token_end));
     }
     return SMLA_OK;
@@ -188,6 +207,7 @@ run(void *call)
         smla_log_text(" path %s, chunks %lld,", smla_path_name(m->path), (long long)m->num_chunks);
     }
     SMLA_TRY(check_chunks(f));
+    SMLA_TRY(f->builder->share.size > 0 ? take_own(f) : SMLA_OK);
     SMLA_TRY(m->num_chunks > 0 ? convert_indices(f) : SMLA_OK);
     const int64_t num_first = f->layer.step->facts.num_first_tokens;
     const int64_t end_of_chunks =

@@ -8,6 +8,9 @@
  *   separate   chunks of prefills: both caches to the workspace -> rows of the workspace ->
  *              attention over it as one page
  *
+ * Of several ranks, each attends to its own compressed rows, and the first one to the window, whose
+ * cache all of them have.
+ *
  * Everything is checked before the first byte is written. Padding tokens behind the last query have
  * empty lists.
  */
@@ -138,12 +141,28 @@ check_choice(smla_checker *c, const attend_call *call)
                                    call->b->config.topk_tokens);
 }
 
+/* Checks what a rank does not take: sinks, and slots, because no rank chooses rows alone. */
+static smla_status
+check_share(const attend_call *call)
+{
+    const bool is_alone = call->b->share.size == 0;
+    if (!is_alone && call->args->attn_sink != NULL) {
+        return smla_fail_value(call->layer.error, op, SMLA_SINK_OF_RANKS);
+    }
+    return is_alone || call->args->slots == NULL
+               ? SMLA_OK
+               : smla_fail_value(call->layer.error, op,
+                                 "`slots` must be left out with `cp` of several ranks: give the "
+                                 "`topk_indices` of all rows (top_k_merge), got an array");
+}
+
 static smla_status
 check_attend(attend_call *call)
 {
     smla_checker c;
     smla_open_checker(&c, op, call->layer.error);
     SMLA_TRY(check_layer(call));
+    SMLA_TRY(check_share(call));
     const smla_v4_config *const config = &call->b->config;
     const DLTensor *const q = call->args->q;
     SMLA_TRY(smla_require_query(&c, "q", smla_find_kv_format(SMLA_KV_FP8_V4), q, NULL,
@@ -268,10 +287,16 @@ find_lists(const attend_call *call, int64_t start, int64_t count, smla_key_list 
         *lists = given_lists(call->args->slots, call->args->lens);
         return SMLA_OK;
     }
-    const smla_key_list numbers = find_numbers(call);
+    smla_key_list numbers = find_numbers(call);
     if (!call->is_indexed && are_decodes) {
         *lists = numbers;
         return SMLA_OK;
+    }
+    if (call->is_indexed && call->b->share.size > 0) {
+        /* find_slots writes the lengths once more. */
+        const smla_v4_made *const made = &call->b->made;
+        SMLA_TRY(smla_take_own(&call->layer, &call->b->share, start, count, made->own_topk,
+                               made->index_lens, &numbers));
     }
     *lists = made_lists(call->b->made.indices, numbers.topk, call->b->made.index_lens);
     return find_slots(call, &numbers, lists, start, count);
@@ -282,7 +307,8 @@ static smla_status
 attend_tokens(attend_call *call, int64_t start, int64_t count)
 {
     const smla_v4_made *const made = &call->b->made;
-    smla_key_list lists[2] = {made_lists(made->swa_indices, call->b->config.window, made->swa_lens),
+    const int32_t *const window_lens = call->b->share.rank == 0 ? made->swa_lens : made->no_lens;
+    smla_key_list lists[2] = {made_lists(made->swa_indices, call->b->config.window, window_lens),
                               {.topk = 0}};
     if (count == 0) {
         return SMLA_OK;

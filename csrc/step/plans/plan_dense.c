@@ -41,6 +41,7 @@ static const smla_config_field fields[] = {
     FIELD(context_plan, NAME, .names = context_plans),
     FIELD(path, PATH, .paths = python_paths),
     FIELD(device, DEVICE),
+    SMLA_SHARE_FIELD(smla_dense_config),
 };
 
 /* Whether varlen_attention serves heads of these sizes, and a latent's memory holds their values:
@@ -127,6 +128,7 @@ check(smla_step *s, smla_error *error)
     }
     SMLA_TRY(choose_path(config, error));
     SMLA_TAKE_CONFIG(s, config);
+    b->share = SMLA_SHARE_OF(config);
     return find_workspace_tokens(b, error);
 }
 
@@ -252,10 +254,11 @@ static smla_status
 check_table_width(const smla_step *s, const smla_batch *batch, const smla_dense_build_args *args,
                   smla_error *error)
 {
-    const int64_t block_size = ((const smla_dense_builder *)s)->config.block_size;
+    const smla_dense_builder *const b = (const smla_dense_builder *)s;
     for (int64_t req = 0; req < args->num_reqs; req++) {
-        SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, block_size, req,
-                                        find_known_tokens(s, batch, args, req), error));
+        const int64_t known = find_known_tokens(s, batch, args, req);
+        SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, b->config.block_size, req,
+                                        smla_count_own(&b->share, known), error));
     }
     return SMLA_OK;
 }
@@ -311,7 +314,7 @@ ranges_of(const smla_dense_builder *b, const smla_dense_build_args *args, smla_s
                  .query_starts_stride = 1,
                  .seq_lens = smla_data(args->seq_lens),
                  .seq_lens_stride = smla_stride(args->seq_lens, 0)},
-        .rule = {.left = -1, .right = 0},
+        .rule = {.left = -1, .right = 0, .share = b->share},
         .to = {b->made.req_ids, b->made.begin, b->made.end},
         .positions = (int64_t *)(void *)b->made.positions,
     };

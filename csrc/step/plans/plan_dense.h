@@ -26,7 +26,7 @@ enum { SMLA_DENSE_UP_PROJECTED = SMLA_GATHERED + 1 };
 /* What only the host reads. */
 typedef struct smla_dense_kept {
     int32_t *context_chunks; /* smla_context_chunk[]: the parts of the step's chunks */
-    int32_t *context_lens;   /* [max_num_seqs]: of the prefills of the batch that is planned */
+    int32_t *context_lens;   /* [max_num_seqs]: the rank's, of prefills of the planned batch */
 } smla_dense_kept;
 
 /* Bytes of a query's latent as e4m3 values: those of a tile with its scale, and of a row's end. */
@@ -75,6 +75,7 @@ struct smla_dense_builder {
     smla_dense_sent sent;
     smla_dense_made made;
     smla_dense_kept kept;
+    smla_rank_share share;         /* what the builder's rank has of every request */
     int64_t workspace_tokens;      /* rows of a chunk at most; 0 on path "mixed" */
     smla_key_ranges_params ranges; /* those of the last build */
     smla_view seq_lens;            /* the caller's, of the last build, like the next two */

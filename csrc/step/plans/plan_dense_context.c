@@ -108,17 +108,19 @@ expand_token(const smla_dense_config *config, const step_rates *rate)
 /* Picoseconds per head and new token: a merge reads two rows and writes one, after each chunk.
  * Requests share the workspace, so a chunk has so many of its rows for each. */
 static double
-merge_token(const smla_dense_builder *b, const step_rates *rate, int64_t context,
+merge_token(const smla_dense_builder *b, const step_rates *rate, double context,
             int64_t num_sharing)
 {
-    const double chunks = (double)context * (double)num_sharing / (double)b->workspace_tokens;
+    const double chunks = context * (double)num_sharing / (double)b->workspace_tokens;
     const double bytes = 3 * (double)b->config.v_head_dim * sizeof(uint16_t);
     return (chunks < 1 ? 1 : chunks) * bytes / rate->memory;
 }
 
 /* Whether prefills are estimated to take less time on path "mixed". Few new tokens over a long
  * context do: a pair of a query and a key takes more FLOP there, but no keys and values have to be
- * made, and nothing is merged. Both paths do as much for the new tokens themselves. */
+ * made, and nothing is merged. Both paths do as much for the new tokens themselves. Of several
+ * ranks, each has an equal part of the keys here, and the time is that of rank 0, which attends to
+ * all new tokens on path "separate": every rank must come to the same choice. */
 static bool
 prefers_mixed(const smla_step *s, const smla_batch *batch, int64_t first)
 {
@@ -129,6 +131,7 @@ prefers_mixed(const smla_step *s, const smla_batch *batch, int64_t first)
     const double values = (double)(config->qk_nope_head_dim + config->v_head_dim);
     const double absorbed = 2 * (2 * SMLA_KV_LORA_RANK + rope) / rate->absorbed; /* per pair */
     const double expanded = 2 * (values + rope) / rate->expanded;
+    const double ranks = b->share.size == 0 ? 1 : b->share.size;
     int64_t num_sharing = 0;
     for (int64_t req = first; req < batch->num_reqs; req++) {
         num_sharing += context_of(batch, req) > 0;
@@ -136,11 +139,12 @@ prefers_mixed(const smla_step *s, const smla_batch *batch, int64_t first)
     double more = 0; /* picoseconds per head that path "mixed" takes more */
     for (int64_t req = first; req < batch->num_reqs; req++) {
         const double num_new = smla_query_len(batch->query_start_loc, req);
-        const int64_t context = context_of(batch, req);
-        const double num_pairs = num_new * (double)context + num_new * (num_new + 1) / 2;
-        more += num_pairs * (absorbed - expanded);
+        const double context = (double)context_of(batch, req) / ranks;
+        const double new_pairs = num_new * (num_new + 1) / 2;
+        more += (num_new * context + new_pairs / ranks) * absorbed;
+        more -= (num_new * context + new_pairs) * expanded;
         if (context > 0) {
-            more -= (double)context * expand_token(config, rate);
+            more -= context * expand_token(config, rate);
             more -= num_new * merge_token(b, rate, context, num_sharing);
         }
     }
@@ -168,7 +172,8 @@ read_context(const smla_step *s, const smla_batch *batch, int64_t first)
 {
     const smla_dense_builder *const b = (const smla_dense_builder *)s;
     for (int64_t req = first; req < batch->num_reqs; req++) {
-        b->kept.context_lens[req - first] = (int32_t)context_of(batch, req);
+        b->kept.context_lens[req - first] =
+            (int32_t)smla_count_own(&b->share, context_of(batch, req));
     }
     smla_prefills prefills = smla_prefills_of(batch, first, b->workspace_tokens);
     prefills.lens = b->kept.context_lens;

@@ -31,6 +31,7 @@ static const smla_config_field fields[] = {
     FIELD(kv_format, FORMAT, .in_python = "kv_cache_dtype"),
     FIELD(path, PATH, .paths = python_paths),
     FIELD(device, DEVICE),
+    SMLA_SHARE_FIELD(smla_builder_config),
 };
 
 /* Chooses the path that serves every batch of this configuration. If the config leaves the path
@@ -87,6 +88,7 @@ check(smla_step *s, smla_error *error)
     SMLA_TRY(choose_path(config, error));
     SMLA_TAKE_CONFIG(s, config);
     s->limits.has_uniform_decodes = true;
+    b->share = SMLA_SHARE_OF(config);
     return SMLA_OK;
 }
 
@@ -104,8 +106,13 @@ list_arrays(smla_step *s)
     SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, prefill_request_ids, prefill_tokens);
     SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, prefill_seq_lens, prefills);
     SMLA_ADD_ARRAY(&s->sent, smla_v32_sent, prefill_workspace_starts, prefills);
-    SMLA_ADD_ARRAY(&s->made, smla_v32_made, indices,
-                   prefill_tokens * ((const smla_builder *)s)->config.topk_tokens);
+    const smla_builder *const b = (const smla_builder *)s;
+    const int64_t columns = b->config.topk_tokens;
+    const int64_t ranks_tokens = b->share.size == 0 ? 0 : tokens;
+    SMLA_ADD_ARRAY(&s->made, smla_v32_made, indices, prefill_tokens * columns);
+    SMLA_ADD_ARRAY(&s->made, smla_v32_made, own_topk, ranks_tokens * columns);
+    SMLA_ADD_ARRAY(&s->made, smla_v32_made, own_lens, ranks_tokens);
+    SMLA_ADD_ARRAY(&s->kept, smla_v32_kept, seq_lens, s->limits.max_num_seqs);
 }
 
 /* The shape of an attention call over `num_tokens` tokens. A size for the largest batch covers all
@@ -166,7 +173,7 @@ read_batch(const void *args)
     return SMLA_BATCH_OF((const smla_build_args *)args);
 }
 
-/* Checks the block table, which has a page for every token of a request. */
+/* Counts the rank's rows of each request. Checks the block table, which has a page for each. */
 static smla_status
 check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_error *error)
 {
@@ -174,10 +181,12 @@ check_args(const smla_step *s, const smla_batch *batch, const void *given, smla_
     smla_checker c;
     smla_open_checker(&c, smla_build_op, error);
     SMLA_TRY(smla_require_table(&c, "block_table", args->block_table, args->num_reqs, 0));
-    const int64_t block_size = ((const smla_builder *)s)->config.block_size;
+    const smla_builder *const b = (const smla_builder *)s;
     for (int64_t req = 0; req < args->num_reqs; req++) {
-        SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, block_size, req,
-                                        batch->seq_lens[req], error));
+        const int64_t rows = smla_count_own(&b->share, batch->seq_lens[req]);
+        b->kept.seq_lens[req] = (int32_t)rows;
+        SMLA_TRY(smla_check_table_width(smla_build_op, args->block_table, b->config.block_size, req,
+                                        rows, error));
     }
     return SMLA_OK;
 }
@@ -190,7 +199,7 @@ prefers_direct(const smla_step *s, const smla_batch *batch, const smla_step_fact
     const smla_attention_shape prefills = shape_of(s, facts->split.num_prefill_tokens, format);
     int64_t num_rows = 0;
     for (int64_t req = facts->split.num_decodes; req < batch->num_reqs; req++) {
-        num_rows += batch->seq_lens[req];
+        num_rows += ((const smla_builder *)s)->kept.seq_lens[req];
     }
     return s->backend->prefers_direct(&prefills, num_rows, facts->num_chunks);
 }
@@ -198,15 +207,15 @@ prefers_direct(const smla_step *s, const smla_batch *batch, const smla_step_fact
 static smla_status
 cut_chunks(const smla_step *s, const smla_batch *batch, smla_step_facts *facts, smla_error *error)
 {
-    const smla_prefills prefills =
-        smla_prefills_of(batch, facts->split.num_decodes,
-                         smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0));
+    const smla_builder *const b = (const smla_builder *)s;
+    smla_prefills prefills = smla_prefills_of(batch, facts->split.num_decodes,
+                                              smla_size(&s->workspaces[SMLA_GATHERED].tensor, 0));
+    prefills.lens = b->kept.seq_lens + facts->split.num_decodes;
     if (!smla_step_modes[s->path].gathers) {
         return SMLA_OK;
     }
     SMLA_TRY(smla_cut_chunks(s, &prefills, facts, error));
-    if (facts->num_chunks > 0 && ((const smla_builder *)s)->plans_path &&
-        prefers_direct(s, batch, facts)) {
+    if (facts->num_chunks > 0 && b->plans_path && prefers_direct(s, batch, facts)) {
         facts->path = SMLA_PATH_DIRECT;
         facts->num_chunks = 0;
     }
@@ -218,15 +227,16 @@ static void
 fill_prefills(const smla_step *s, const smla_batch *batch, const smla_v32_sent *host)
 {
     const int64_t first = s->facts.split.num_decodes;
+    const int32_t *const seq_lens = ((const smla_builder *)s)->kept.seq_lens + first;
     for (int64_t t = 0; t < batch->num_actual_tokens; t++) {
         host->prefill_request_ids[t] = -1;
     }
     for (int64_t chunk = 0; chunk < s->facts.num_chunks; chunk++) {
         int32_t start = 0;
         for (int64_t req = s->chunks[chunk].req_start; req < s->chunks[chunk].req_end; req++) {
-            host->prefill_seq_lens[req] = batch->seq_lens[first + req];
+            host->prefill_seq_lens[req] = seq_lens[req];
             host->prefill_workspace_starts[req] = start;
-            start += batch->seq_lens[first + req];
+            start += seq_lens[req];
             const int32_t end = batch->query_start_loc[first + req + 1];
             for (int32_t t = batch->query_start_loc[first + req]; t < end; t++) {
                 host->prefill_request_ids[t] = (int32_t)req;
@@ -293,5 +303,6 @@ const smla_step_plan smla_v32_plan = {
     SMLA_PLAN_TYPES("v32", smla_builder, smla_build_args, fields),
     SMLA_PLAN_SENDS(smla_builder),
     SMLA_PLAN_FUNCTIONS,
+    .kept = offsetof(smla_builder, kept),
     .cut_chunks = cut_chunks,
 };

@@ -43,6 +43,7 @@ static const smla_config_field fields[] = {
     FIELD(compressed_kv_format, FORMAT, .in_python = "compressed_kv_cache_dtype"),
     FIELD(path, PATH, .paths = python_paths),
     FIELD(device, DEVICE),
+    SMLA_SHARE_FIELD(smla_v4_config),
 };
 
 static smla_status
@@ -187,8 +188,14 @@ check(smla_step *s, smla_error *error)
     SMLA_TRY(check_format("kv_format", config->kv_format, SMLA_KV_ATTENTION, error));
     SMLA_TRY(
         check_format("compressed_kv_format", config->compressed_kv_format, SMLA_KV_EXTRA, error));
+    b->share = SMLA_SHARE_OF(config);
+    if (b->share.size > 0 && config->path == SMLA_PATH_SEPARATE) {
+        return smla_fail_value(error, smla_create_op,
+                               "`path` must be \"direct\" or left out with `cp` of several ranks, "
+                               "whose prefills read the caches, got \"separate\"");
+    }
     if (config->path == SMLA_PATH_AUTO) {
-        b->plans_path = config->workspace != NULL;
+        b->plans_path = config->workspace != NULL && b->share.size == 0;
         config->path = b->plans_path ? SMLA_PATH_SEPARATE : SMLA_PATH_DIRECT;
     }
     if (config->path != SMLA_PATH_DIRECT && config->path != SMLA_PATH_SEPARATE) {
@@ -224,6 +231,9 @@ list_arrays(smla_step *s)
     SMLA_ADD_ARRAY(&s->made, smla_v4_made, is_valid, (tokens + 3) / 4);
     SMLA_ADD_ARRAY(&s->made, smla_v4_made, swa_indices, tokens * b->config.window);
     SMLA_ADD_ARRAY(&s->made, smla_v4_made, swa_lens, tokens);
+    const int64_t ranks_tokens = b->share.size == 0 ? 0 : tokens;
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, no_lens, ranks_tokens);
+    SMLA_ADD_ARRAY(&s->made, smla_v4_made, own_topk, ranks_tokens * b->config.topk_tokens);
     for (int i = 0; i < num_groups(&b->config); i++) {
         SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].slot_mapping, tokens);
         SMLA_ADD_ARRAY(&s->made, smla_v4_made, groups[i].state_slot_mapping, tokens);
@@ -233,7 +243,7 @@ list_arrays(smla_step *s)
     }
 }
 
-_Static_assert((int)SMLA_MAX_ARENA_ROWS >= 5 + 5 * SMLA_MAX_STEP_GROUPS, "room for all arrays");
+_Static_assert((int)SMLA_MAX_ARENA_ROWS >= 7 + 5 * SMLA_MAX_STEP_GROUPS, "room for all arrays");
 
 /* The bytes of the largest calls of attention: over the caches, and over the workspace. */
 static int64_t
@@ -447,6 +457,7 @@ fill_lists(const smla_step *s, const void *given, smla_stream stream, smla_error
         .slot_stride = smla_stride(args->slot_mapping, 0),
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .window = b->config.window,
+        .share = b->share,
         .swa_pages = smla_page_table_of(args->block_table, b->config.swa_block_size),
         .is_valid = (uint8_t *)b->made.is_valid,
         .swa_indices = b->made.swa_indices,

@@ -48,6 +48,10 @@ typedef struct smla_v4_made {
     int32_t *is_valid;   /* [max_num_batched_tokens] bytes */
     int32_t *swa_indices;
     int32_t *swa_lens;
+    /* With several ranks: zeros [max_num_batched_tokens], the windows of ranks that do not attend
+     * to them, and an indexer's choice without the rows of other ranks. */
+    int32_t *no_lens;
+    int32_t *own_topk; /* [max_num_batched_tokens, topk_tokens] */
     smla_v4_lists groups[SMLA_MAX_STEP_GROUPS];
 } smla_v4_made;
 
@@ -61,6 +65,7 @@ struct smla_v4_builder {
     smla_step step;
     smla_v4_config config; /* defaults filled in; `workspace` is not used after create */
     bool plans_path;       /* a workspace and no path: a step on "separate" may be "direct" */
+    smla_rank_share share; /* the rows of every compressed cache that the builder's rank has */
     smla_v4_metadata metadata;
     smla_v4_sent sent; /* on the device */
     smla_v4_made made; /* on the device */
