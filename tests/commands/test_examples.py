@@ -1,6 +1,7 @@
 """Every script and notebook of examples/ runs, and its own assertions hold. `make examples-c` runs
 the C examples. test_transformers*.py run deepseek_v32.py, deepseek_v3.py and deepseek_v4.py, which
-take minutes, at a smaller size, and test_speculative.py speculative.py.
+take minutes, at a smaller size, test_speculative.py speculative.py, and test_context_parallel.py
+context_parallel.py, whose ranks are processes.
 
 A new script or notebook is tested as soon as it exists. Its imports at the left margin say what its
 test needs: a missing framework skips the test, or fails it if SMLA_REQUIRE demands the framework.
@@ -27,6 +28,7 @@ EXAMPLES = sorted(
 )
 NEEDS_A_GPU = {"cuda_graph.py"}
 LONG = {"deepseek_v32.py", "deepseek_v3.py", "deepseek_v4.py", "speculative.py"}
+LONG |= {"context_parallel.py"}
 MODULES = {"deepseek_common.py", "speculative_models.py"}  # what those import
 C_EXAMPLES = sorted((ROOT / "examples" / "c").glob("*.[ch]"))
 VARIANT = sparse_mla.build_info()["flags"]  # others round in other places
