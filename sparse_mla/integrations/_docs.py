@@ -14,15 +14,14 @@ _ENTRY = re.compile(r"^(\w[\w, ]*) : .*(?:\n +.*)*\n?", re.MULTILINE)
 
 
 def document(function: Callable[..., Any], operator: Any, framework: str) -> None:
-    """Makes a function's docstring from the operator's: first the words of the framework's section,
-    then those parameters that the function has too, the results and the errors, and last the
-    section's example. A paragraph "Returns: ..." of the section replaces the operator's results.
+    """Makes a function's docstring from the operator's: first what it does and the words of the
+    framework's section, then those parameters that the function has too, the results and the
+    errors, and last the section's example.
     """
     doc = inspect.getdoc(operator)
     if operator.__doc__ is None or doc is None:  # python -OO
         return
     words, prompt, example = _section(doc, SECTIONS[framework]).partition(">>> ")
-    words, _, results = words.partition("Returns: ")
     given = inspect.signature(function).parameters
 
     def keep(entry: re.Match[str]) -> str:
@@ -31,12 +30,12 @@ def document(function: Callable[..., Any], operator: Any, framework: str) -> Non
 
     sections = {
         "Parameters": _ENTRY.sub(keep, _section(doc, "Parameters")),
-        "Returns": results or _section(doc, "Returns"),
+        "Returns": _section(doc, "Returns"),
         "Raises": _section(doc, "Raises"),
         "Examples": prompt + example,
     }
     texts = [f"{title}\n{'-' * len(title)}\n{text.rstrip()}" for title, text in sections.items()]
-    function.__doc__ = "\n\n".join([words.rstrip(), *texts])
+    function.__doc__ = "\n\n".join([doc.partition("\n\n")[0], words.rstrip(), *texts])
 
 
 def _section(doc: str, title: str) -> str:

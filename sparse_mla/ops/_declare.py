@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from sparse_mla import _C
 from sparse_mla._types import Array as Array
 from sparse_mla._types import Stream as Stream
+from sparse_mla.ops._sections import add_sections
 
 Declaration = TypeVar("Declaration", bound=Callable[..., Any])
 
@@ -27,4 +28,6 @@ def operator(declaration: Declaration) -> Declaration:
     takes_arrays = made.table[-1][1].startswith("stream")
     if takes_arrays and not name.startswith("_"):
         OPERATORS[name] = made
+        if made.__doc__ is not None:  # python -OO
+            made.__doc__ = add_sections(made)
     return cast(Declaration, made)

@@ -68,28 +68,6 @@ def merge_attn_states(
     >>> out, lse = sparse_mla.merge_attn_states(ones, zero, 3 * ones, zero)
     >>> out[0, 0, 0].item(), round(lse.item(), 4)
     (2.0, 0.6931)
-
-    PyTorch
-    -------
-    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> ones, zero = torch.ones(1, 1, 4), torch.zeros(1, 1)
-    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (2.0, 0.6931)
-
-    JAX
-    ---
-    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> ones, zero = jnp.ones((1, 1, 4)), jnp.zeros((1, 1))
-    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (2.0, 0.6931)
     """
 
 
@@ -118,7 +96,8 @@ def merge_attn_partials(
     ----------
     outs : [N, T, H, V] bf16, fp16 or fp32, or a list of N arrays [T, H, V]
         1 to 64 parts. N, T and H may have any strides, in arrays of a list their own: the view of a
-        buffer that all_to_all received, in whatever order, is taken as it is. Nothing is copied.
+        buffer that all_to_all received, in whatever order, is taken as it is. Nothing is copied,
+        but that JAX stacks the arrays of a list.
     lses : [N, T, H] fp32, or a list of N arrays [T, H]
         Natural logarithms, any strides.
     attn_sink : [>= H] fp32, optional
@@ -149,36 +128,6 @@ def merge_attn_partials(
     >>> import numpy as np, sparse_mla
     >>> ones, zero = np.ones((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
     >>> out, lse = sparse_mla.merge_attn_partials([ones, 3 * ones, 5 * ones], [zero] * 3)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (3.0, 1.0986)
-
-    PyTorch
-    -------
-    Partial results over disjoint keys as one: `sparse_mla.merge_attn_partials`. With heads split
-    over N ranks, a rank gets the parts of its heads by one exchange, from `out=send.transpose(0,
-    1)` of the attention. `send`, [H, T, V], and `received` are contiguous, and so are those of lse:
-
-        dist.all_to_all_single(received, send)
-        dist.all_to_all_single(received_lse, send_lse)
-        parts, lses = (x.unflatten(0, (N, -1)).transpose(1, 2) for x in (received, received_lse))
-        out, lse = merge_attn_partials(parts, lses, attn_sink=sinks.chunk(N)[rank])
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> ones, zero = torch.ones(1, 1, 4), torch.zeros(1, 1)
-    >>> out, lse = smla.merge_attn_partials([ones, 3 * ones, 5 * ones], [zero] * 3)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (3.0, 1.0986)
-
-    JAX
-    ---
-    Partial results over disjoint keys as one: `sparse_mla.merge_attn_partials`. The arrays of a
-    list are stacked first, which copies them: pass one array where you have it.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> outs = jnp.ones((3, 1, 1, 4)) * jnp.array([1.0, 3, 5])[:, None, None, None]
-    >>> out, lse = smla.merge_attn_partials(outs, jnp.zeros((3, 1, 1)))
     >>> out[0, 0, 0].item(), round(lse.item(), 4)
     (3.0, 1.0986)
     """

@@ -77,7 +77,7 @@ def concat_and_cache_mla(
 
     Returns
     -------
-    kv_cache, the same object.
+    kv_cache, the same object. In JAX a new array.
 
     Raises
     ------
@@ -92,36 +92,9 @@ def concat_and_cache_mla(
     >>> import numpy as np, sparse_mla
     >>> cache = np.zeros((2, 64, 656), np.uint8)
     >>> latent, rope = np.ones((1, 512), np.float32), np.ones((1, 64), np.float32)
-    >>> _ = sparse_mla.concat_and_cache_mla(latent, rope, cache, np.array([65]))
-    >>> cache.any(axis=2).sum(), int(cache[1, 1, 0])
-    (np.int64(1), 126)
-
-    PyTorch
-    -------
-    New tokens to their slots: `sparse_mla.concat_and_cache_mla`. Writes `kv_cache`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> cache = torch.zeros((2, 64, 656), dtype=torch.uint8)
-    >>> write = torch.compile(smla.concat_and_cache_mla, backend="aot_eager")
-    >>> write(torch.ones(1, 512), torch.ones(1, 64), cache, torch.tensor([65])) is cache
-    True
-    >>> cache[0].sum().item(), cache[1, 1, 0].item()
-    (0, 126)
-
-    JAX
-    ---
-    The cache after `sparse_mla.concat_and_cache_mla`, in place of a donated `kv_cache`.
-
-    Returns: A new array, the shape and dtype of kv_cache.
-
-    >>> import jax, jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> write = jax.jit(smla.concat_and_cache_mla, donate_argnums=2)
-    >>> cache = jnp.zeros((2, 64, 656), jnp.uint8)
-    >>> cache = write(jnp.ones((1, 512)), jnp.ones((1, 64)), cache, jnp.array([65]))
-    >>> int(cache[0].sum()), int(cache[1, 1, 0])
-    (0, 126)
+    >>> cache = sparse_mla.concat_and_cache_mla(latent, rope, cache, np.array([65]))
+    >>> int((cache != 0).any(-1).sum()), int(cache[1, 1, 0])
+    (1, 126)
     """
 
 
@@ -165,7 +138,7 @@ def quantize_and_insert_k_cache(
 
     Returns
     -------
-    k_cache, the same object.
+    k_cache, the same object. In JAX a new array.
 
     Raises
     ------
@@ -179,35 +152,10 @@ def quantize_and_insert_k_cache(
     --------
     >>> import numpy as np, sparse_mla
     >>> cache, k = np.zeros((2, 64, 584), np.uint8), np.full((1, 512), 2, np.float32)
-    >>> _ = sparse_mla.quantize_and_insert_k_cache(k, cache, np.array([65]))
+    >>> cache = sparse_mla.quantize_and_insert_k_cache(k, cache, np.array([65]))
     >>> page = cache[1].reshape(-1)  # 64 rows of 576 bytes, then 64 rows of 8 scales
     >>> page[576:578].tolist(), page[64 * 576 + 8 :][:8].tolist()
     ([120, 120], [120, 120, 120, 120, 120, 120, 120, 0])
-
-    PyTorch
-    -------
-    Whole keys to their slots: `sparse_mla.quantize_and_insert_k_cache`. Writes `k_cache`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> cache = torch.zeros((2, 64, 584), dtype=torch.uint8)
-    >>> smla.quantize_and_insert_k_cache(torch.ones(1, 512), cache, torch.tensor([64])) is cache
-    True
-    >>> cache[0].sum().item(), cache[1, 0, 0].item()
-    (0, 120)
-
-    JAX
-    ---
-    The cache after `sparse_mla.quantize_and_insert_k_cache`, in place of a donated `k_cache`.
-
-    Returns: A new array, the shape and dtype of k_cache.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> cache = jnp.zeros((2, 64, 584), jnp.uint8)
-    >>> cache = smla.quantize_and_insert_k_cache(jnp.ones((1, 512)), cache, jnp.array([64]))
-    >>> int(cache[0].sum()), int(cache[1, 0, 0])
-    (0, 120)
     """
 
 
@@ -245,7 +193,7 @@ def indexer_k_quant_and_cache(
 
     Returns
     -------
-    k_cache, the same object.
+    k_cache, the same object. In JAX a new array.
 
     Raises
     ------
@@ -260,34 +208,9 @@ def indexer_k_quant_and_cache(
     >>> import numpy as np, sparse_mla
     >>> cache, k = np.zeros((2, 132 * 4), np.uint8), np.full((1, 128), 7, np.float32)
     >>> how = {"kv_format": "mxfp4_index", "block_size": 4}
-    >>> _ = sparse_mla.indexer_k_quant_and_cache(k, cache, np.array([5]), **how)
+    >>> cache = sparse_mla.indexer_k_quant_and_cache(k, cache, np.array([5]), **how)
     >>> cache[1, 64:66].tolist(), cache[1, 4 * 64 + 4 :][:4].tolist()
     ([102, 102], [128, 128, 128, 128])
-
-    PyTorch
-    -------
-    The indexer's keys to their slots: `sparse_mla.indexer_k_quant_and_cache`. Writes `k_cache`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> cache = torch.zeros((2, 64, 132), dtype=torch.uint8)
-    >>> smla.indexer_k_quant_and_cache(torch.ones(1, 128), cache, torch.tensor([64])) is cache
-    True
-    >>> cache[0].sum().item(), cache[1, 0, 0].item()
-    (0, 120)
-
-    JAX
-    ---
-    The cache after `sparse_mla.indexer_k_quant_and_cache`, in place of a donated `k_cache`.
-
-    Returns: A new array, the shape and dtype of k_cache.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> cache = jnp.zeros((2, 64, 132), jnp.uint8)
-    >>> cache = smla.indexer_k_quant_and_cache(jnp.ones((1, 128)), cache, jnp.array([64]))
-    >>> int(cache[0].sum()), int(cache[1, 0, 0])
-    (0, 120)
     """
 
 
@@ -331,7 +254,7 @@ def reshape_and_cache(
 
     Returns
     -------
-    k_cache, v_cache, the same objects.
+    k_cache, v_cache, the same objects. In JAX new arrays.
 
     Raises
     ------
@@ -344,39 +267,12 @@ def reshape_and_cache(
     Examples
     --------
     >>> import numpy as np, sparse_mla
-    >>> pages = np.zeros((2, 4, 2, 1, 8), np.uint8)  # 4 tokens a page, a key and a value each
     >>> k, v = np.full((1, 1, 8), 1.5, np.float32), np.full((1, 1, 8), -1e6, np.float32)
-    >>> caches = pages[:, :, 0], pages[:, :, 1]
-    >>> _ = sparse_mla.reshape_and_cache(k, v, *caches, np.array([6]), k_scale=0.5)
-    >>> pages[1, 2, :, 0, 0].tolist(), int((pages != 0).sum())
-    ([68, 254], 16)
-
-    PyTorch
-    -------
-    New keys and values to their slots: `sparse_mla.reshape_and_cache`. Writes both caches.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> pages = torch.zeros((2, 4, 2, 1, 8), dtype=torch.bfloat16)
-    >>> write = torch.compile(smla.reshape_and_cache, backend="aot_eager")
-    >>> k = torch.ones((1, 1, 8), dtype=torch.bfloat16)
-    >>> _ = write(k, k + 1, pages[:, :, 0], pages[:, :, 1], torch.tensor([6]))
-    >>> pages[1, 2, :, 0, 0].tolist(), pages.sum().item()
-    ([1.0, 2.0], 24.0)
-
-    JAX
-    ---
-    The caches after `sparse_mla.reshape_and_cache`, in place of donated ones.
-
-    Returns: New arrays (k_cache, v_cache), the shapes and dtypes of those given.
-
-    >>> import jax, jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> write = jax.jit(smla.reshape_and_cache, donate_argnums=(2, 3))
-    >>> k, keys, values = jnp.ones((1, 1, 8)), jnp.zeros((2, 4, 1, 8)), jnp.zeros((2, 4, 1, 8))
-    >>> keys, values = write(k, k + 1, keys, values, jnp.array([6]))
-    >>> float(keys[1, 2, 0, 0]), float(values[1, 2, 0, 0]), float(keys.sum())
-    (1.0, 2.0, 8.0)
+    >>> k_cache, v_cache = np.zeros((2, 2, 4, 1, 8), np.uint8)  # two pages of 4 tokens each
+    >>> k_cache, v_cache = sparse_mla.reshape_and_cache(
+    ...     k, v, k_cache, v_cache, np.array([6]), k_scale=0.5)
+    >>> int(k_cache[1, 2, 0, 0]), int(v_cache[1, 2, 0, 0]), int((v_cache != 0).sum())
+    (68, 254, 8)
     """
 
 
@@ -401,6 +297,7 @@ def transfer_kv_cache(
     `cupy.cuda.alloc_pinned_memory`. The kernel reads and writes that memory in place, in one
     launch. The call returns at once, so the host must wait for the stream before it reads what was
     written, or writes what is read. A call that is not captured keeps the memory until it is over.
+    In `torch.compile` both caches are on the device of the slots, and in JAX in one memory.
 
     Parameters
     ----------
@@ -425,7 +322,7 @@ def transfer_kv_cache(
 
     Returns
     -------
-    dst, the same object.
+    dst, the same object. In JAX a new array.
 
     Raises
     ------
@@ -438,37 +335,8 @@ def transfer_kv_cache(
     Examples
     --------
     >>> import numpy as np, sparse_mla
-    >>> src, dst = np.zeros((2, 64, 656), np.uint8), np.zeros((9, 16, 656), np.uint8)
-    >>> src[1, 1] = 7
-    >>> _ = sparse_mla.transfer_kv_cache(src, dst, np.array([65, -1]), np.array([18, 0]))
-    >>> int(dst[1, 2, 655]), int((dst != 0).sum())
-    (7, 656)
-
-    PyTorch
-    -------
-    Rows of a cache to another one: `sparse_mla.transfer_kv_cache`. Writes `dst`. A function that
-    PyTorch compiles has both caches on the device of the slots.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> src, dst = torch.full((2, 64, 656), 7, dtype=torch.uint8), torch.zeros(9, 16, 656)
-    >>> copy = torch.compile(smla.transfer_kv_cache, backend="aot_eager")
-    >>> dst = copy(src, dst.to(torch.uint8), torch.tensor([65, -1]), torch.tensor([18, 0]))
-    >>> dst[1, 2, 655].item(), (dst != 0).sum().item()
-    (7, 656)
-
-    JAX
-    ---
-    The cache after `sparse_mla.transfer_kv_cache`, in place of a donated `dst`. Both caches are in
-    one memory.
-
-    Returns: A new array, the shape and dtype of dst.
-
-    >>> import jax, jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> copy = jax.jit(smla.transfer_kv_cache, donate_argnums=1)
-    >>> src, dst = jnp.full((2, 64, 656), 7, jnp.uint8), jnp.zeros((9, 16, 656), jnp.uint8)
-    >>> dst = copy(src, dst, jnp.array([65, -1]), jnp.array([18, 0]))
+    >>> src, dst = np.full((2, 64, 656), 7, np.uint8), np.zeros((9, 16, 656), np.uint8)
+    >>> dst = sparse_mla.transfer_kv_cache(src, dst, np.array([65, -1]), np.array([18, 0]))
     >>> int(dst[1, 2, 655]), int((dst != 0).sum())
     (7, 656)
     """

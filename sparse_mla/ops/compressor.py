@@ -48,7 +48,7 @@ def save_partial_states(
 
     Returns
     -------
-    state
+    state, the same object. In JAX a new array.
 
     Raises
     ------
@@ -62,35 +62,11 @@ def save_partial_states(
     --------
     >>> import numpy as np, sparse_mla
     >>> kv, score = np.ones((3, 128), np.float32), np.zeros((3, 128), np.float32)
-    >>> ape = np.repeat(np.float32([[0], [5]]), 128, axis=1)
+    >>> ape = np.array([[0], [5]], np.float32) * np.ones((2, 128), np.float32)
     >>> state, slots = np.zeros((2, 4, 256), np.float32), np.array([4, 5, -1])
-    >>> _ = sparse_mla.save_partial_states(kv, score, ape, np.array([6, 7, 8]), state, slots)
-    >>> state[1, :3, [0, 255]].T.tolist()
-    [[1.0, 0.0], [1.0, 5.0], [0.0, 0.0]]
-
-    PyTorch
-    -------
-    States of tokens for a compressor: `sparse_mla.save_partial_states`. Writes `state`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> kv, ape, state = torch.ones(1, 128), torch.ones(2, 128), torch.zeros(2, 4, 256)
-    >>> arrays = kv, kv, ape, torch.tensor([3]), state, torch.tensor([5])
-    >>> smla.save_partial_states(*arrays) is state, state[1, 1, ::128].tolist()
-    (True, [1.0, 2.0])
-
-    JAX
-    ---
-    The states after `sparse_mla.save_partial_states`, in place of a donated `state`.
-
-    Returns: A new array, the shape and dtype of state.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> kv, ape, state = jnp.ones((1, 128)), jnp.ones((2, 128)), jnp.zeros((2, 4, 256))
-    >>> state = smla.save_partial_states(kv, kv, ape, jnp.array([3]), state, jnp.array([5]))
-    >>> state[1, 1, ::128].tolist()
-    [1.0, 2.0]
+    >>> state = sparse_mla.save_partial_states(kv, score, ape, np.array([6, 7, 8]), state, slots)
+    >>> state[1, :3, 0].tolist(), state[1, :3, 255].tolist()
+    ([1.0, 1.0, 0.0], [0.0, 5.0, 0.0])
     """
 
 
@@ -174,7 +150,7 @@ def compress_norm_rope_store(
 
     Returns
     -------
-    kv_cache
+    kv_cache, the same object. In JAX a new array, or with `kv` two, (state, kv_cache).
 
     Raises
     ------
@@ -189,48 +165,12 @@ def compress_norm_rope_store(
     Examples
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
-    >>> kv = np.repeat(np.float32([[2], [4]]), 512, axis=1)
-    >>> score, ape = np.zeros_like(kv), np.zeros((2, 512), np.float32)
-    >>> state, table = np.zeros((1, 2, 1024), np.float32), np.int32([[0]])
-    >>> cache, weight = np.zeros((1, 1, 512), ml_dtypes.bfloat16), np.full(512, 5, np.float32)
-    >>> angles, token = sparse_mla.rope_table(8), np.arange(2)
-    >>> arrays = state, table, np.int32([0, 0]), token, token, cache, np.array([-1, 0])
-    >>> out = sparse_mla.compress_norm_rope_store(
-    ...     *arrays, weight, angles, eps=0.0, ratio=2, kv=kv, score=score, ape=ape
-    ... )
-    >>> out is cache, cache[0, 0, 0].item(), state[0, :, 0].tolist()
-    (True, 5.0, [2.0, 4.0])
-
-    PyTorch
-    -------
-    Groups of states to rows of a cache: `sparse_mla.compress_norm_rope_store`. Writes `kv_cache`,
-    and `state` where `kv` is given.
-
-    >>> import torch, sparse_mla
-    >>> import sparse_mla.integrations.torch as smla
-    >>> state, token = torch.ones(1, 2, 256), torch.tensor([1])
-    >>> cache, table = torch.zeros((1, 4, 132), dtype=torch.uint8), torch.zeros(1, 1).int()
-    >>> arrays = state, table, torch.tensor([0]).int(), token, token, cache, torch.tensor([0])
-    >>> weight, angles = torch.ones(128), torch.from_numpy(sparse_mla.rope_table(8))
-    >>> out = smla.compress_norm_rope_store(*arrays, weight, angles, eps=0.0, ratio=2)
-    >>> out is cache, cache[0, 0, 0].item()
-    (True, 120)
-
-    JAX
-    ---
-    The cache after `sparse_mla.compress_norm_rope_store`, in place of a donated `kv_cache`. Where
-    `kv` is given, the states come first, in place of a donated `state`.
-
-    Returns: kv_cache, or with kv (state, kv_cache): new arrays, the shapes and dtypes of the given
-    ones.
-
-    >>> import jax.numpy as jnp, sparse_mla
-    >>> import sparse_mla.integrations.jax as smla
-    >>> state, token = jnp.ones((1, 2, 256)), jnp.array([1])
-    >>> cache, table = jnp.zeros((1, 4, 132), jnp.uint8), jnp.zeros((1, 1), jnp.int32)
-    >>> arrays = state, table, jnp.zeros(1, jnp.int32), token, token, cache, jnp.array([0])
-    >>> weight, angles = jnp.ones(128), sparse_mla.rope_table(8)
-    >>> cache = smla.compress_norm_rope_store(*arrays, weight, angles, eps=0.0, ratio=2)
-    >>> int(cache[0, 0, 0])
-    120
+    >>> state, table = np.ones((1, 2, 1024), np.float32), np.array([[0]], np.int32)
+    >>> cache, weight = np.zeros((1, 1, 512), ml_dtypes.bfloat16), np.full((512,), 5, np.float32)
+    >>> ids, positions, slots = np.array([0, 0], np.int32), np.array([0, 1]), np.array([-1, 0])
+    >>> arrays = state, table, ids, positions, positions, cache, slots, weight
+    >>> angles = np.asarray(sparse_mla.rope_table(8))
+    >>> cache = sparse_mla.compress_norm_rope_store(*arrays, angles, eps=0.0, ratio=2)
+    >>> float(cache[0, 0, 0])
+    5.0
     """

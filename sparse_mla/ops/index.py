@@ -116,26 +116,6 @@ def convert_req_index_to_global_index(
     >>> ids = np.zeros(1, np.int32)
     >>> sparse_mla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
     [[320, 448, -1, -1]]
-
-    PyTorch
-    -------
-    Positions to slots: `sparse_mla.convert_req_index_to_global_index`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> ids, table, topk = (torch.tensor(x).int() for x in ([0], [[5, 7]], [[0, 64, -1, 500]]))
-    >>> smla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
-    [[320, 448, -1, -1]]
-
-    JAX
-    ---
-    Positions to slots: `sparse_mla.convert_req_index_to_global_index`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> ids, table, topk = jnp.array([0]), jnp.array([[5, 7]]), jnp.array([[0, 64, -1, 500]])
-    >>> smla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
-    [[320, 448, -1, -1]]
     """
 
 
@@ -192,28 +172,6 @@ def compute_global_topk_indices_and_lens(
     >>> topk, table = np.array([[3, 0, -1, 9]], np.int32), np.array([[6, 1]], np.int32)
     >>> ids = np.zeros(1, np.int32)
     >>> out, lens = sparse_mla.compute_global_topk_indices_and_lens(topk, ids, table, 4, None)
-    >>> out.tolist(), lens.tolist()
-    ([[27, 24, -1, -1]], [2])
-
-    PyTorch
-    -------
-    An indexer's choice as slots: `sparse_mla.compute_global_topk_indices_and_lens`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> topk, ids, table = (torch.tensor(x).int() for x in ([[3, 0, -1, 9]], [0], [[6, 1]]))
-    >>> out, lens = smla.compute_global_topk_indices_and_lens(topk, ids, table, 4, None)
-    >>> out.tolist(), lens.tolist()
-    ([[27, 24, -1, -1]], [2])
-
-    JAX
-    ---
-    An indexer's choice as slots: `sparse_mla.compute_global_topk_indices_and_lens`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> topk, ids, table = jnp.array([[3, 0, -1, 9]]), jnp.array([0]), jnp.array([[6, 1]])
-    >>> out, lens = smla.compute_global_topk_indices_and_lens(topk, ids, table, 4, None)
     >>> out.tolist(), lens.tolist()
     ([[27, 24, -1, -1]], [2])
     """
@@ -291,28 +249,6 @@ def combine_topk_swa_indices(
     ...     topk, starts, seq_len, seq_len, 3, 4, 2, 20, 10, align=4)
     >>> out.tolist(), lens.tolist()
     ([[0, -1, 15, 16, 17, -1, -1, -1], [1, 0, 16, 17, 18, -1, -1, -1]], [5, 5])
-
-    PyTorch
-    -------
-    Rows of a prefill chunk's workspace: `sparse_mla.combine_topk_swa_indices`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> topk, starts, lens = (torch.tensor(x).int() for x in ([[0, -1], [1, 0]], [7, 9], [9]))
-    >>> out, _ = smla.combine_topk_swa_indices(topk, starts, lens, lens, 3, 4, 2, 20, 10, align=1)
-    >>> out.tolist()
-    [[0, -1, 15, 16, 17], [1, 0, 16, 17, 18]]
-
-    JAX
-    ---
-    Rows of a prefill chunk's workspace: `sparse_mla.combine_topk_swa_indices`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> topk, starts, lens = jnp.array([[0, -1], [1, 0]]), jnp.array([7, 9]), jnp.array([9])
-    >>> out, _ = smla.combine_topk_swa_indices(topk, starts, lens, lens, 3, 4, 2, 20, 10, align=1)
-    >>> out.tolist()
-    [[0, -1, 15, 16, 17], [1, 0, 16, 17, 18]]
     """
 
 
@@ -417,31 +353,4 @@ def build_mixed_sparse_indices(
     ...     decode_indices_are_local=True)
     >>> out.tolist(), lens.tolist()
     ([[8, 9, -1, 30, -1, -1, -1], [21, 22, 23, 13, 12, -1, -1]], [4, 5])
-
-    PyTorch
-    -------
-    The slots that a batch attends to: `sparse_mla.build_mixed_sparse_indices`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> swa, slots, starts, lens, ids, pages = (
-    ...     torch.tensor(x).int()
-    ...     for x in ([[8, 9, -1]], [[30, 7]], [0, 1, 2], [2, 6], [0, 1], [[4, 0], [2, 5]]))
-    >>> out, lens = smla.build_mixed_sparse_indices(
-    ...     swa, slots, None, None, starts, lens, ids, pages, 4, None, 4, 3, 4, 0)
-    >>> out.tolist(), lens.tolist()
-    ([[8, 9, -1, 30, 7, -1, -1], [11, 20, 21, -1, -1, -1, -1]], [5, 3])
-
-    JAX
-    ---
-    The slots that a batch attends to: `sparse_mla.build_mixed_sparse_indices`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> swa, slots, starts, lens, ids, pages = map(
-    ...     jnp.array, ([[8, 9, -1]], [[30, 7]], [0, 1, 2], [2, 6], [0, 1], [[4, 0], [2, 5]]))
-    >>> out, lens = smla.build_mixed_sparse_indices(
-    ...     swa, slots, None, None, starts, lens, ids, pages, 4, None, 4, 3, 4, 0)
-    >>> out.tolist(), lens.tolist()
-    ([[8, 9, -1, 30, 7, -1, -1], [11, 20, 21, -1, -1, -1, -1]], [5, 3])
     """

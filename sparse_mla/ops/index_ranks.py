@@ -57,24 +57,6 @@ def cp_local_positions(
     >>> positions = np.array([0, 3, 4, 9, -1, 13])
     >>> [sparse_mla.cp_local_positions(positions, cp=(rank, 2, 4)).tolist() for rank in range(2)]
     [[0, 3, -1, 5, -1, -1], [-1, -1, 0, -1, -1, 5]]
-
-    PyTorch
-    -------
-    A rank's own positions: `sparse_mla.cp_local_positions`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> smla.cp_local_positions(torch.tensor([0, 3, 4, 9, -1, 13]), cp=(0, 2, 4)).tolist()
-    [0, 3, -1, 5, -1, -1]
-
-    JAX
-    ---
-    A rank's own positions: `sparse_mla.cp_local_positions`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> smla.cp_local_positions(jnp.array([0, 3, 4, 9, -1, 13]), cp=(0, 2, 4)).tolist()
-    [0, 3, -1, 5, -1, -1]
     """
 
 
@@ -126,26 +108,6 @@ def cp_local_topk(
     >>> out, lens = sparse_mla.cp_local_topk(topk, cp=(0, 2, 4))
     >>> out.tolist(), lens.tolist()
     ([[0, 3, 5, -1, -1, -1], [-1, -1, -1, -1, -1, -1]], [3, 0])
-
-    PyTorch
-    -------
-    A rank's own lists: `sparse_mla.cp_local_topk`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> out, lens = smla.cp_local_topk(torch.tensor([[0, 3, 4, 9, -1]]).int(), cp=(0, 2, 4))
-    >>> out.tolist(), lens.tolist()
-    ([[0, 3, 5, -1, -1]], [3])
-
-    JAX
-    ---
-    A rank's own lists: `sparse_mla.cp_local_topk`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> out, lens = smla.cp_local_topk(jnp.array([[0, 3, 4, 9, -1]]), cp=(0, 2, 4))
-    >>> out.tolist(), lens.tolist()
-    ([[0, 3, 5, -1, -1]], [3])
     """
 
 
@@ -186,22 +148,4 @@ def cp_local_lengths(
     >>> lens = np.array([3, 6, 10, 14], np.int32)
     >>> [sparse_mla.cp_local_lengths(lens, cp=(rank, 2, 4)).tolist() for rank in range(2)]
     [[3, 4, 6, 8], [0, 2, 4, 6]]
-
-    PyTorch
-    -------
-    A rank's share of lengths: `sparse_mla.cp_local_lengths`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> smla.cp_local_lengths(torch.tensor([3, 6, 10, 14]).int(), cp=(1, 2, 4)).tolist()
-    [0, 2, 4, 6]
-
-    JAX
-    ---
-    A rank's share of lengths: `sparse_mla.cp_local_lengths`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> smla.cp_local_lengths(jnp.array([3, 6, 10, 14]), cp=(1, 2, 4)).tolist()
-    [0, 2, 4, 6]
     """

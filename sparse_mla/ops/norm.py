@@ -59,33 +59,11 @@ def fused_q_kv_rmsnorm(
     Examples
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
-    >>> buffer = np.full((1, 1536), 3, ml_dtypes.bfloat16)
-    >>> q, kv, ones = buffer[:, :1024], buffer[:, 1024:], np.ones(1024, np.float32)
-    >>> out = sparse_mla.fused_q_kv_rmsnorm(q, kv, ones, 2 * ones[:512], eps=1e-6, q_out=q)
-    >>> out[0] is q, out[0][0, 0].item(), out[1][0, 0].item()
-    (True, 1.0, 2.0)
-
-    PyTorch
-    -------
-    RMSNorm of the rows of q and of kv: `sparse_mla.fused_q_kv_rmsnorm`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, kv = torch.full((1, 1536), 3.0, dtype=torch.bfloat16).split([1024, 512], 1)
-    >>> out = smla.fused_q_kv_rmsnorm(q, kv, torch.ones(1024), torch.ones(512), eps=1e-6)
-    >>> [x[0, 0].item() for x in out]
-    [1.0, 1.0]
-
-    JAX
-    ---
-    RMSNorm of the rows of q and of kv: `sparse_mla.fused_q_kv_rmsnorm`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> q, kv = jnp.full((1, 1024), 3, jnp.bfloat16), jnp.full((1, 512), 3, jnp.bfloat16)
-    >>> out = smla.fused_q_kv_rmsnorm(q, kv, jnp.ones(1024), jnp.ones(512), eps=1e-6)
-    >>> [x[0, 0].item() for x in out]
-    [1.0, 1.0]
+    >>> both, ones = np.full((1, 1536), 3, ml_dtypes.bfloat16), np.ones(1024, np.float32)
+    >>> q, kv = both[:, :1024], both[:, 1024:]
+    >>> q, kv = sparse_mla.fused_q_kv_rmsnorm(q, kv, ones, 2 * ones[:512], eps=1e-6)
+    >>> float(q[0, 0]), float(kv[0, 0])
+    (1.0, 2.0)
     """
 
 
@@ -171,39 +149,9 @@ def fused_qnorm_rope_kv_insert(
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
     >>> q, kv = (np.full(n, 3, ml_dtypes.bfloat16) for n in ((1, 2, 512), (1, 512)))
-    >>> cache, table = np.zeros((2, 64, 584), np.uint8), sparse_mla.rope_table(8)
+    >>> cache, table = np.zeros((2, 64, 584), np.uint8), np.asarray(sparse_mla.rope_table(8))
     >>> zero, slot = np.array([0]), np.array([65])
-    >>> out, _ = sparse_mla.fused_qnorm_rope_kv_insert(q, kv, zero, table, cache, slot, eps=1e-6)
-    >>> out is q, q[0, 1, 511].item(), cache[1].reshape(-1)[576:578].tolist()
-    (True, 1.0, [124, 124])
-
-    PyTorch
-    -------
-    Queries normalised and turned, keys turned and written: `sparse_mla.fused_qnorm_rope_kv_insert`.
-    Writes `kv_cache`, and `q` where neither `q_out` nor `q_scale_inv` is given.
-
-    >>> import torch, sparse_mla
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, kv = (torch.full(n, 3.0, dtype=torch.bfloat16) for n in ((1, 2, 512), (1, 512)))
-    >>> cache, table = torch.zeros((2, 64, 584), dtype=torch.uint8), sparse_mla.rope_table(8)
-    >>> position, slot, table = torch.tensor([0]), torch.tensor([64]), torch.from_numpy(table)
-    >>> out = smla.fused_qnorm_rope_kv_insert(q, kv, position, table, cache, slot, eps=1e-6)
-    >>> out[0] is q, q[0, 1, 511].item(), out[1] is cache, cache[1, 0, 0].item()
-    (True, 1.0, True, 124)
-
-    JAX
-    ---
-    Queries normalised and turned, and the cache after the keys were turned and written:
-    `sparse_mla.fused_qnorm_rope_kv_insert`, in place of a donated `kv_cache`.
-
-    Returns: (q_out, kv_cache): new arrays, the shape of q and the shape and dtype of kv_cache.
-
-    >>> import jax.numpy as jnp, sparse_mla
-    >>> import sparse_mla.integrations.jax as smla
-    >>> q, kv = jnp.full((1, 2, 512), 3, jnp.bfloat16), jnp.full((1, 512), 3, jnp.bfloat16)
-    >>> cache, table = jnp.zeros((2, 64, 584), jnp.uint8), sparse_mla.rope_table(8)
-    >>> arrays = (q, kv, jnp.array([0]), table, cache, jnp.array([64]))
-    >>> q, cache = smla.fused_qnorm_rope_kv_insert(*arrays, eps=1e-6)
-    >>> q[0, 1, 511].item(), int(cache[1, 0, 0])
-    (1.0, 124)
+    >>> q, cache = sparse_mla.fused_qnorm_rope_kv_insert(q, kv, zero, table, cache, slot, eps=1e-6)
+    >>> float(q[0, 1, 511]), cache[1].reshape(-1)[576:578].tolist()
+    (1.0, [124, 124])
     """

@@ -61,8 +61,8 @@ def split_kv_b_proj(
     >>> import numpy as np, sparse_mla
     >>> sizes = dict(num_heads=2, qk_nope_head_dim=128, v_head_dim=64)
     >>> w_uk, w_uv = sparse_mla.split_kv_b_proj(np.ones((512, 384), np.float32), **sizes)
-    >>> w_uk.shape, w_uv.shape
-    ((512, 2, 128), (512, 2, 64))
+    >>> list(w_uk.shape), list(w_uv.shape)
+    ([512, 2, 128], [512, 2, 64])
     """
     matrix = find_weight(weight, weight_scale_inv)
     return _split_kv_b_proj(matrix, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
@@ -152,27 +152,7 @@ def k_up_proj(
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
     >>> q, w = np.ones((1, 2, 4), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
-    >>> sparse_mla.k_up_proj(q, w)[0, 0, 0].item()
-    4.0
-
-    PyTorch
-    -------
-    W_UK absorbed into the query: `sparse_mla.k_up_proj`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 4), (512, 2, 4)))
-    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
-    4.0
-
-    JAX
-    ---
-    W_UK absorbed into the query: `sparse_mla.k_up_proj`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> q, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
-    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
+    >>> float(sparse_mla.k_up_proj(q, w)[0, 0, 0])
     4.0
     """
 
@@ -208,28 +188,9 @@ def v_up_proj(
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
     >>> x, w = np.ones((1, 2, 512), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
-    >>> sparse_mla.v_up_proj(x, w).shape
-    (1, 2, 4)
-
-    PyTorch
-    -------
-    The latent output projected up: `sparse_mla.v_up_proj`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 512), (512, 2, 4)))
-    >>> smla.v_up_proj(x, w).shape
-    torch.Size([1, 2, 4])
-
-    JAX
-    ---
-    The latent output projected up: `sparse_mla.v_up_proj`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> x, w = jnp.ones((1, 2, 512), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
-    >>> smla.v_up_proj(x, w).shape
-    (1, 2, 4)
+    >>> out = sparse_mla.v_up_proj(x, w)
+    >>> list(out.shape), float(out[0, 0, 0])
+    ([1, 2, 4], 512.0)
     """
 
 
@@ -272,28 +233,8 @@ def kv_up_proj(
     >>> kv_c, weight = (np.ones((n, 512), ml_dtypes.bfloat16) for n in (3, 2 * (128 + 64)))
     >>> kv = sparse_mla.kv_up_proj(kv_c, weight.T).reshape(3, 2, 128 + 64)
     >>> k_nope, v = kv[..., :128], kv[..., 128:]
-    >>> v.shape, v[0, 0, 0].item()
-    ((3, 2, 64), 512.0)
-
-    PyTorch
-    -------
-    Keys and values of every head from latents: `sparse_mla.kv_up_proj`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> kv_c, weight = (torch.ones(n, 512, dtype=torch.bfloat16) for n in (3, 2 * (128 + 64)))
-    >>> smla.kv_up_proj(kv_c, weight.T).view(3, 2, 128 + 64)[..., 128:].shape
-    torch.Size([3, 2, 64])
-
-    JAX
-    ---
-    Keys and values of every head from latents: `sparse_mla.kv_up_proj`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> kv_c, weight = (jnp.ones((n, 512), jnp.bfloat16) for n in (3, 2 * (128 + 64)))
-    >>> smla.kv_up_proj(kv_c, weight.T).reshape(3, 2, 128 + 64)[..., 128:].shape
-    (3, 2, 64)
+    >>> list(v.shape), float(v[0, 0, 0])
+    ([3, 2, 64], 512.0)
     """
 
 
@@ -354,33 +295,11 @@ def grouped_output_projection(
     >>> o, weight = np.full((3, 2, 512), 0x38, np.uint8), np.full((2, 4, 512), 0x40, np.uint8)
     >>> o_scale, weight_scale = np.full((3, 2, 4), 0.5, np.float32), np.ones((2, 1, 4), np.float32)
     >>> z = sparse_mla.grouped_output_projection(o, o_scale, weight, weight_scale)
-    >>> z.shape, z.dtype.name, z[0, 0, 0].item()
-    ((3, 2, 4), 'bfloat16', 512.0)
-    >>> ones = np.ones((3, 2, 8), ml_dtypes.bfloat16)
-    >>> sparse_mla.grouped_output_projection(ones, None, ones[:2, [0] * 4], None).shape
-    (3, 2, 4)
-
-    PyTorch
-    -------
-    Groups of heads, each through its own matrix: `sparse_mla.grouped_output_projection`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> o, weight = (torch.ones(shape).bfloat16() for shape in ((3, 2, 8), (2, 4, 8)))
-    >>> z = smla.grouped_output_projection(o, None, weight, None)
-    >>> z.shape, z[0, 0, 0].item()
-    (torch.Size([3, 2, 4]), 8.0)
-
-    JAX
-    ---
-    Groups of heads, each through its own matrix: `sparse_mla.grouped_output_projection`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> o, weight = jnp.ones((3, 2, 8), jnp.bfloat16), jnp.ones((2, 4, 8), jnp.bfloat16)
-    >>> z = smla.grouped_output_projection(o, None, weight, None)
-    >>> z.shape, z[0, 0, 0].item()
-    ((3, 2, 4), 8.0)
+    >>> list(z.shape), float(z[0, 0, 0])
+    ([3, 2, 4], 512.0)
+    >>> o, weight = (np.ones(shape, ml_dtypes.bfloat16) for shape in ((3, 2, 8), (2, 4, 8)))
+    >>> float(sparse_mla.grouped_output_projection(o, None, weight, None)[0, 0, 0])
+    8.0
     """
 
 
@@ -415,26 +334,6 @@ def dynamic_per_tensor_quant(
     --------
     >>> import numpy as np, sparse_mla
     >>> out, scale = sparse_mla.dynamic_per_tensor_quant(np.array([0.5, -2.0], np.float32))
-    >>> out.tolist(), round(scale.item() * 448, 4)
-    ([112.0, -448.0], 2.0)
-
-    PyTorch
-    -------
-    A tensor as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> out, scale = smla.dynamic_per_tensor_quant(torch.tensor([0.5, -2.0]))
-    >>> out.tolist(), round(scale.item() * 448, 4)
-    ([112.0, -448.0], 2.0)
-
-    JAX
-    ---
-    An array as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> out, scale = smla.dynamic_per_tensor_quant(jnp.array([0.5, -2.0]))
-    >>> out.tolist(), round(scale.item() * 448, 4)
+    >>> [float(x) for x in out], round(float(scale) * 448, 4)
     ([112.0, -448.0], 2.0)
     """

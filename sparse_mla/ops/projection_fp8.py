@@ -55,28 +55,8 @@ def scaled_quantize(
     >>> import numpy as np, sparse_mla
     >>> x = np.array([[1.0, -2.0], [0.0, 0.5]], np.float32)
     >>> out, descale = sparse_mla.scaled_quantize(x, group=(-1, 1))
-    >>> out.tolist(), (descale * 448).round(4).tolist()
-    ([[448.0, -448.0], [0.0, 112.0]], [[1.0, 2.0]])
-
-    PyTorch
-    -------
-    A tensor as e4m3 with scales of groups: `sparse_mla.scaled_quantize`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> out, descale = smla.scaled_quantize(torch.ones(2, 256), group=(1, 128))
-    >>> out.dtype, tuple(descale.shape)
-    (torch.float8_e4m3fn, (2, 2))
-
-    JAX
-    ---
-    An array as e4m3 with scales of groups: `sparse_mla.scaled_quantize`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> out, descale = smla.scaled_quantize(jnp.ones((2, 256)), group=(1, 128))
-    >>> out.dtype.name, descale.shape
-    ('float8_e4m3fn', (2, 2))
+    >>> [float(x) for x in out.reshape(-1)], [round(float(x) * 448, 4) for x in descale[0]]
+    ([448.0, -448.0, 0.0, 112.0], [1.0, 2.0])
     """
 
 
@@ -144,33 +124,9 @@ def fp8_linear(
     Examples
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
-    >>> weight = np.random.default_rng(0).normal(0, 1, (384, 256)).astype(np.float32)
+    >>> weight, x = np.full((384, 256), 0.5, np.float32), np.ones((3, 256), ml_dtypes.bfloat16)
     >>> codes, descale = sparse_mla.scaled_quantize(weight, group=(128, 128))
-    >>> x = np.ones((3, 256), ml_dtypes.bfloat16)
     >>> y = sparse_mla.fp8_linear(x, codes, descale, input_group=(1, 128))
-    >>> y.shape, y.dtype.name
-    ((3, 384), 'bfloat16')
-
-    PyTorch
-    -------
-    A linear layer of e4m3: `sparse_mla.fp8_linear`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> codes, descale = smla.scaled_quantize(torch.ones(8, 256), group=(1, -1))
-    >>> x = torch.ones(3, 256, dtype=torch.bfloat16)
-    >>> y = smla.fp8_linear(x, codes, descale, input_group=(1, -1))
-    >>> y.shape, y[0, 0].item()
-    (torch.Size([3, 8]), 256.0)
-
-    JAX
-    ---
-    A linear layer of e4m3: `sparse_mla.fp8_linear`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> codes, descale = smla.scaled_quantize(jnp.ones((8, 256)), group=(1, -1))
-    >>> y = smla.fp8_linear(jnp.ones((3, 256), jnp.bfloat16), codes, descale, input_group=(1, -1))
-    >>> y.shape, y[0, 0].item()
-    ((3, 8), 256.0)
+    >>> list(y.shape), float(y[0, 0])
+    ([3, 384], 128.0)
     """

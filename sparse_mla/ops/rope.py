@@ -295,34 +295,10 @@ def apply_rope(
     --------
     >>> import numpy as np, sparse_mla
     >>> q, k = np.array([[[1, 0, 2, 0]]], np.float32), np.array([[0, 1, 0, 2]], np.float32)
-    >>> table = sparse_mla.rope_table(8, R=4)
+    >>> table = np.asarray(sparse_mla.rope_table(8, R=4))
     >>> q_out, k_out = sparse_mla.apply_rope(np.array([1]), q, k, table)
-    >>> q_out.shape, [round(float(x), 4) for x in k_out[0]]
-    ((1, 1, 4), [-0.8415, 0.5403, -0.02, 1.9999])
-
-    PyTorch
-    -------
-    Queries and keys turned to their positions: `sparse_mla.apply_rope`.
-
-    >>> import torch, sparse_mla
-    >>> import sparse_mla.integrations.torch as smla
-    >>> table = torch.from_numpy(sparse_mla.rope_table(8, R=4))
-    >>> q, k = torch.ones(3, 2, 4).bfloat16(), torch.ones(3, 4).bfloat16()
-    >>> q_out, k_out = smla.apply_rope(torch.tensor([0, 5, 7]), q, k, table)
-    >>> q_out.shape, k_out[0].tolist()
-    (torch.Size([3, 2, 4]), [1.0, 1.0, 1.0, 1.0])
-
-    JAX
-    ---
-    Queries and keys turned to their positions: `sparse_mla.apply_rope`.
-
-    >>> import jax.numpy as jnp, sparse_mla
-    >>> import sparse_mla.integrations.jax as smla
-    >>> table = jnp.asarray(sparse_mla.rope_table(8, R=4))
-    >>> q, k = jnp.ones((3, 2, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
-    >>> q_out, k_out = smla.apply_rope(jnp.array([0, 5, 7]), q, k, table)
-    >>> q_out.shape, k_out[0].tolist()
-    ((3, 2, 4), [1.0, 1.0, 1.0, 1.0])
+    >>> list(q_out.shape), [round(float(x), 4) for x in k_out[0]]
+    ([1, 1, 4], [-0.8415, 0.5403, -0.02, 1.9999])
     """
 
 
@@ -395,39 +371,10 @@ def rope_and_cache_mla(
     >>> import numpy as np, ml_dtypes, sparse_mla
     >>> shapes = (1, 2, 64), (1, 64), (1, 512), (2, 64, 576)
     >>> q, k, kv_c, cache = (np.ones(shape, ml_dtypes.bfloat16) for shape in shapes)
-    >>> given = q, k, sparse_mla.rope_table(8), kv_c, cache, np.array([65])
-    >>> q_out, _ = sparse_mla.rope_and_cache_mla(np.array([5]), *given)
-    >>> q_out.shape, (cache[1, 1, 512:] == q_out[0, 0]).all().item()
-    ((1, 2, 64), True)
-
-    PyTorch
-    -------
-    Queries turned, keys turned and written: `sparse_mla.rope_and_cache_mla`. Writes `kv_cache`.
-
-    >>> import torch, sparse_mla
-    >>> import sparse_mla.integrations.torch as smla
-    >>> shapes = (1, 2, 64), (1, 64), (1, 512), (2, 64, 576)
-    >>> q, k, kv_c, cache = (torch.ones(shape).bfloat16() for shape in shapes)
-    >>> given = q, k, torch.from_numpy(sparse_mla.rope_table(8)), kv_c, cache, torch.tensor([65])
-    >>> q_out, same = smla.rope_and_cache_mla(torch.tensor([5]), *given)
-    >>> same is cache, torch.equal(cache[1, 1, 512:], q_out[0, 0])
-    (True, True)
-
-    JAX
-    ---
-    Queries turned, and the cache after the keys were turned and written:
-    `sparse_mla.rope_and_cache_mla`, in place of a donated `kv_cache`.
-
-    Returns: (q_out, kv_cache): new arrays, the shapes and dtypes of q_pe and of kv_cache.
-
-    >>> import jax.numpy as jnp, sparse_mla
-    >>> import sparse_mla.integrations.jax as smla
-    >>> shapes = (1, 2, 64), (1, 64), (1, 512), (2, 64, 576)
-    >>> q, k, kv_c, cache = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
-    >>> given = q, k, jnp.asarray(sparse_mla.rope_table(8)), kv_c, cache, jnp.array([65])
-    >>> q_out, cache = smla.rope_and_cache_mla(jnp.array([5]), *given)
-    >>> q_out.shape, bool((cache[1, 1, 512:] == q_out[0, 0]).all())
-    ((1, 2, 64), True)
+    >>> given = q, k, np.asarray(sparse_mla.rope_table(8)), kv_c, cache, np.array([65])
+    >>> q_out, cache = sparse_mla.rope_and_cache_mla(np.array([5]), *given)
+    >>> list(q_out.shape), bool((cache[1, 1, 512:] == q_out[0, 0]).all())
+    ([1, 2, 64], True)
     """
 
 
@@ -533,31 +480,9 @@ def fused_inv_rope_fp8_quant(
     Examples
     --------
     >>> import numpy as np, ml_dtypes, sparse_mla
-    >>> o, table = np.ones((3, 4, 512), ml_dtypes.bfloat16), sparse_mla.rope_table(8)
+    >>> o, table = np.ones((3, 4, 512), ml_dtypes.bfloat16), np.asarray(sparse_mla.rope_table(8))
     >>> positions = np.array([0, 5, 7])
     >>> out, scale = sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, groups=2)
-    >>> out.shape, scale.shape, scale.strides, scale[0, 0, 0].item()
-    ((3, 2, 1024), (3, 2, 8), (4, 128, 16), 0.00390625)
-
-    PyTorch
-    -------
-    Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.
-
-    >>> import torch, sparse_mla
-    >>> import sparse_mla.integrations.torch as smla
-    >>> o, table = torch.ones(3, 4, 512).bfloat16(), torch.from_numpy(sparse_mla.rope_table(8))
-    >>> out, scale = smla.fused_inv_rope_fp8_quant(o, torch.tensor([0, 5, 7]), table, groups=2)
-    >>> out.shape, scale.stride(), scale[0, 0, 0].item()
-    (torch.Size([3, 2, 1024]), (1, 32, 4), 0.00390625)
-
-    JAX
-    ---
-    Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.
-
-    >>> import jax.numpy as jnp, sparse_mla
-    >>> import sparse_mla.integrations.jax as smla
-    >>> o, table = jnp.ones((3, 4, 512), jnp.bfloat16), jnp.asarray(sparse_mla.rope_table(8))
-    >>> out, scale = smla.fused_inv_rope_fp8_quant(o, jnp.array([0, 5, 7]), table, groups=2)
-    >>> out.shape, scale.shape, scale[0, 0, 0].item()
-    ((3, 2, 1024), (3, 2, 8), 0.00390625)
+    >>> list(out.shape), list(scale.shape), float(scale[0, 0, 0])
+    ([3, 2, 1024], [3, 2, 8], 0.00390625)
     """

@@ -106,7 +106,8 @@ def top_k_per_row(
     slots : [T, k] int32, optional
     lens : [T] int32, optional
     values : [T, k] dtype of logits, optional
-        Receives the chosen logits, bit for bit, then -inf: for a top-k over several devices.
+        Receives the chosen logits, bit for bit, then -inf: for a top-k over several devices. Not in
+        JAX, where `jnp.take_along_axis` of the logits gives them.
     stream : int handle or stream object, optional
 
     Returns
@@ -136,38 +137,6 @@ def top_k_per_row(
     ...     slots_block_size=4, req_id_per_token=np.zeros(1, np.int32))
     >>> slots.tolist(), lens.tolist()
     ([[25, 27, 6]], [3])
-
-    PyTorch
-    -------
-    The keys with the largest logits: `sparse_mla.top_k_per_row`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> start, end, page, ids = (torch.tensor(x).int() for x in ([0], [4], [[3]], [0]))
-    >>> logits = torch.tensor([[1.0, 3.0, float("nan"), 3.0]])
-    >>> smla.top_k_per_row(logits, start, end, k=2).tolist()
-    [[1, 3]]
-    >>> _, slots, lens = smla.top_k_per_row(
-    ...     logits, start, end, k=2, slots_block_table=page, slots_block_size=4,
-    ...     req_id_per_token=ids)
-    >>> slots.tolist(), lens.tolist()
-    ([[13, 15]], [2])
-
-    JAX
-    ---
-    The keys with the largest logits: `sparse_mla.top_k_per_row`. There is no `values` here.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> start, end, page, ids = (jnp.array(x) for x in ([0], [4], [[3]], [0]))
-    >>> logits = jnp.array([[1.0, 3.0, jnp.nan, 3.0]])
-    >>> smla.top_k_per_row(logits, start, end, k=2).tolist()
-    [[1, 3]]
-    >>> _, slots, lens = smla.top_k_per_row(
-    ...     logits, start, end, k=2, slots_block_table=page, slots_block_size=4,
-    ...     req_id_per_token=ids)
-    >>> slots.tolist(), lens.tolist()
-    ([[13, 15]], [2])
     """
 
 
@@ -219,28 +188,5 @@ def top_k_merge(
     >>> positions = np.array([[[0, 3, 8]], [[5, 6, -1]]], np.int32)
     >>> scores = np.array([[[2, 1, 7]], [[7, 1, -np.inf]]], np.float32)
     >>> sparse_mla.top_k_merge(positions, scores, k=4).tolist()
-    [[0, 3, 5, 8]]
-
-    PyTorch
-    -------
-    The best keys of several lists: `sparse_mla.top_k_merge`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> positions = torch.tensor([[[0, 3, 8]], [[5, 6, -1]]]).int()
-    >>> scores = torch.tensor([[[2, 1, 7]], [[7, 1, -torch.inf]]])
-    >>> smla.top_k_merge(positions, scores, k=4).tolist()
-    [[0, 3, 5, 8]]
-
-    JAX
-    ---
-    The best keys of several lists: `sparse_mla.top_k_merge`. `top_k_per_row` has no `values` here:
-    `jnp.take_along_axis` of the logits gives them.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> positions = jnp.array([[[0, 3, 8]], [[5, 6, -1]]])
-    >>> scores = jnp.array([[[2, 1, 7]], [[7, 1, -jnp.inf]]])
-    >>> smla.top_k_merge(positions, scores, k=4).tolist()
     [[0, 3, 5, 8]]
     """

@@ -109,32 +109,8 @@ def varlen_attention(
     >>> v, starts = np.ones((3, 4, 128), ml_dtypes.bfloat16), np.array([0, 2, 3], np.int32)
     >>> out, lse = sparse_mla.varlen_attention(
     ...     q, k, v, starts, starts, softmax_scale=1 / 192, causal=True)
-    >>> out.shape, np.exp(lse[:, 0] - 1).round(2).tolist()  # 1 key, 2 and 1
-    ((3, 4, 128), [1.0, 2.0, 1.0])
-
-    PyTorch
-    -------
-    Attention to contiguous keys and values of ragged requests: `sparse_mla.varlen_attention`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, k, v = (torch.ones(2, 4, n, dtype=torch.bfloat16) for n in (192, 192, 128))
-    >>> starts = torch.tensor([0, 2], dtype=torch.int32)
-    >>> out, lse = smla.varlen_attention(q, k, v, starts, starts, softmax_scale=1 / 192)
-    >>> out.shape, round(lse[0, 0].item(), 4)
-    (torch.Size([2, 4, 128]), 1.6931)
-
-    JAX
-    ---
-    Attention to contiguous keys and values of ragged requests: `sparse_mla.varlen_attention`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> q, k, v = (jnp.ones((2, 4, n), jnp.bfloat16) for n in (192, 192, 128))
-    >>> starts = jnp.array([0, 2])
-    >>> out, lse = smla.varlen_attention(q, k, v, starts, starts, softmax_scale=1 / 192)
-    >>> out.shape, round(float(lse[0, 0]), 4)
-    ((2, 4, 128), 1.6931)
+    >>> list(out.shape), [round(float(x), 2) for x in np.exp(lse[:, 0] - 1)]  # 1 key, 2 and 1
+    ([3, 4, 128], [1.0, 2.0, 1.0])
     """
 
 
@@ -265,30 +241,6 @@ def paged_attention(
     >>> lens, scale = np.array([20, 5], np.int32), 1 / 128
     >>> out, lse = sparse_mla.paged_attention(
     ...     q, k_cache, v_cache, table, lens, cu_seqlens_q=starts, softmax_scale=scale, causal=True)
-    >>> out.shape, np.exp(lse[:, 0] - 1).round(2).tolist()  # 19 keys, 20 and 5
-    ((3, 8, 128), [19.0, 20.0, 5.0])
-
-    PyTorch
-    -------
-    Attention to keys and values in pages of a cache: `sparse_mla.paged_attention`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, k = (torch.ones(x, dtype=torch.bfloat16) for x in ((1, 8, 128), (4, 16, 2, 128)))
-    >>> table, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[2]], [5]))
-    >>> out, lse = smla.paged_attention(q, k, k, table, lens, softmax_scale=1 / 128)
-    >>> out.shape, round(lse[0, 0].item(), 4)
-    (torch.Size([1, 8, 128]), 2.6094)
-
-    JAX
-    ---
-    Attention to keys and values in pages of a cache: `sparse_mla.paged_attention`.
-
-    >>> import jax.numpy as jnp
-    >>> import sparse_mla.integrations.jax as smla
-    >>> q, k = (jnp.ones(shape, jnp.bfloat16) for shape in ((1, 8, 128), (4, 16, 2, 128)))
-    >>> table, lens = jnp.array([[2]]), jnp.array([5])
-    >>> out, lse = smla.paged_attention(q, k, k, table, lens, softmax_scale=1 / 128)
-    >>> out.shape, round(float(lse[0, 0]), 4)
-    ((1, 8, 128), 2.6094)
+    >>> list(out.shape), [round(float(x), 2) for x in np.exp(lse[:, 0] - 1)]  # 19 keys, 20 and 5
+    ([3, 8, 128], [19.0, 20.0, 5.0])
     """

@@ -205,20 +205,10 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     ours |= {".backend", ".backend.facts", ".backend.layer", ".ops", ".steps"}
     ours |= {".flash_attn", ".flash_mla"}
     ours |= {f".steps.{name}" for name in ("common", "v32")}  # dense and v4: at their first use
-    names = "_declare", "attention", "attention_merge", "cache", "cache_read", "compressor"
-    names += (
-        "facts",
-        "index",
-        "index_ranks",
-        "indexer",
-        "norm",
-        "planning",
-        "projection",
-        "projection_fp8",
-        "projection_weights",
-    )
-    names += "rope", "topk", "varlen"
-    ours |= {f".ops.{name}" for name in names}
+    names = "_declare _sections attention attention_merge cache cache_read compressor facts index"
+    names += " index_ranks indexer norm planning projection projection_fp8 projection_weights rope"
+    names += " topk varlen"
+    ours |= {f".ops.{name}" for name in names.split()}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 
 
