@@ -21,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 sys.path.insert(0, str(Path(__file__).parent / "buildtools"))
 import graph
 import page
+import stubs
 
 
 def public_version(distribution):
@@ -57,6 +58,8 @@ class BuildExtension(build_ext):
             self.copy_file(str(graph.PREFIX / file), str(package / file))
         # A wheel has no symbolic links, so what -lsparse_mla finds is a script of the linker.
         (package / "lib/libsparse_mla.so").write_text(f"INPUT({shared})\n")
+        for path, text in stubs.make_stubs().items():
+            (package.parent / path).write_text(text)
 
     def build_extension(self, ext):
         run_ninja(self.distribution, "extension", "lib")

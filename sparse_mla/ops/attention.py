@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any
 
 from sparse_mla import _C
-from sparse_mla._types import KvFormat, Like, Result, overload
+from sparse_mla._types import KvFormat, Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -16,60 +16,6 @@ __all__ = [
 ]
 
 
-class _AttentionOptions(TypedDict, total=False):
-    """The keywords of sparse_attention that its overloads share. tests/package/test_typing.py
-    compares them with the declaration."""
-
-    softmax_scale: Required[float]
-    topk_length: Array | None
-    attn_sink: Array | None
-    extra_kv_cache: Array | None
-    extra_indices: Array | None
-    extra_topk_length: Array | None
-    q_scale: float | Array
-    kv_scale: float | Array
-    extra_kv_scale: float | Array
-    num_splits: int
-    kv_format: KvFormat | None
-    extra_kv_format: KvFormat | None
-    block_size: int | None
-    extra_block_size: int | None
-    out: Array | None
-    lse: Array | None
-    workspace: Array | None
-    stream: Stream
-
-
-@overload
-def sparse_attention(
-    q: Like[Result] | tuple[Like[Result], Array],
-    kv_cache: Array,
-    indices: Array,
-    *,
-    return_max_logits: Literal[False] = False,
-    max_logits: None = None,
-    **options: Unpack[_AttentionOptions],
-) -> tuple[Result, Result]: ...
-@overload
-def sparse_attention(
-    q: Like[Result] | tuple[Like[Result], Array],
-    kv_cache: Array,
-    indices: Array,
-    *,
-    return_max_logits: Literal[True],
-    max_logits: Array | None = None,
-    **options: Unpack[_AttentionOptions],
-) -> tuple[Result, Result, Result]: ...
-@overload
-def sparse_attention(
-    q: Like[Result] | tuple[Like[Result], Array],
-    kv_cache: Array,
-    indices: Array,
-    *,
-    return_max_logits: bool = False,
-    max_logits: Array | None = None,
-    **options: Unpack[_AttentionOptions],
-) -> tuple[Result, ...]: ...
 @operator
 def sparse_attention(
     q: Like[Result] | tuple[Like[Result], Array],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparse_mla._types import ConcatFormat, IndexFormat, KvFormat, Written, overload
+from sparse_mla._types import ConcatFormat, IndexFormat, KvFormat, Written
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -14,29 +14,7 @@ __all__ = [
 ]
 
 
-@overload
-def concat_and_cache_mla(
-    kv_c: Array,
-    k_pe: Array | None,
-    kv_cache: Written,
-    slot_mapping: Array,
-    *,
-    kv_scale: float | Array = 1.0,
-    kv_format: ConcatFormat | None = None,
-    stream: Stream = None,
-) -> Written: ...
-@overload
-def concat_and_cache_mla(
-    kv_c: Array,
-    k_pe: Array | None,
-    kv_cache: Written,
-    slot_mapping: Array,
-    *,
-    kv_scale: float | Array = 1.0,
-    kv_cache_dtype: ConcatFormat | None = None,
-    stream: Stream = None,
-) -> Written: ...
-@operator  # type: ignore[misc] # it takes either name of the format
+@operator
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array | None,

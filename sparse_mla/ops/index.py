@@ -7,9 +7,9 @@ chooses rows by their number j, a position in the request's compressed cache.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from sparse_mla._types import Like, Result, overload
+from sparse_mla._types import Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -20,45 +20,6 @@ __all__ = [
 ]
 
 
-@overload
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: Literal[False] = False,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Result: ...
-@overload
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: Literal[True],
-    out: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result]: ...
-@overload
-def convert_req_index_to_global_index(
-    req_id_per_token: Like[Result],
-    block_table: Array,
-    topk_indices: Array,
-    *,
-    block_size: int,
-    prefill_request_ids: Array | None = None,
-    prefill_workspace_starts: Array | None = None,
-    valid_counts: bool = False,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result]: ...
 @operator
 def convert_req_index_to_global_index(
     req_id_per_token: Like[Result],

@@ -3,9 +3,9 @@ arithmetic."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from sparse_mla._types import Float, KvFormat, Like, Result, overload
+from sparse_mla._types import Float, KvFormat, Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -16,51 +16,6 @@ __all__ = [
 ]
 
 
-@overload
-def fused_indexer_q_rope_quant(
-    q: Like[Result],
-    weights: Array,
-    positions: Array,
-    rope_table: Array,
-    *,
-    softmax_scale: float,
-    head_scale: float,
-    use_fp4: Literal[False] = False,
-    out: Array | None = None,
-    out_weights: Array | None = None,
-    out_scale: None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result]: ...
-@overload
-def fused_indexer_q_rope_quant(
-    q: Like[Result],
-    weights: Array,
-    positions: Array,
-    rope_table: Array,
-    *,
-    softmax_scale: float,
-    head_scale: float,
-    use_fp4: Literal[True],
-    out: Array | None = None,
-    out_weights: Array | None = None,
-    out_scale: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result, Result]: ...
-@overload
-def fused_indexer_q_rope_quant(
-    q: Like[Result],
-    weights: Array,
-    positions: Array,
-    rope_table: Array,
-    *,
-    softmax_scale: float,
-    head_scale: float,
-    use_fp4: bool = False,
-    out: Array | None = None,
-    out_weights: Array | None = None,
-    out_scale: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, ...]: ...
 @operator
 def fused_indexer_q_rope_quant(
     q: Like[Result],
@@ -227,84 +182,6 @@ def indexer_logits(
     """
 
 
-@overload
-def lightning_indexer(
-    q: Like[Result],
-    weights: Array,
-    k_cache: Array | tuple[Array, Array],
-    context_lens: Array,
-    *,
-    k: int,
-    block_table: Array | None = None,
-    req_id_per_token: Array | None = None,
-    starts: Array | None = None,
-    q_scale: Array | None = None,
-    dtype: Float = "float32",
-    kv_format: KvFormat | None = None,
-    block_size: int | None = None,
-    slots_block_table: None = None,
-    slots_block_size: int | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    max_logits_bytes: int = 2**29,
-    workspace: Array | None = None,
-    stream: Stream = None,
-) -> Result: ...
-@overload
-def lightning_indexer(
-    q: Like[Result],
-    weights: Array,
-    k_cache: Array | tuple[Array, Array],
-    context_lens: Array,
-    *,
-    k: int,
-    block_table: Array | None = None,
-    req_id_per_token: Array | None = None,
-    starts: Array | None = None,
-    q_scale: Array | None = None,
-    dtype: Float = "float32",
-    kv_format: KvFormat | None = None,
-    block_size: int | None = None,
-    slots_block_table: Array,
-    slots_block_size: int | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    max_logits_bytes: int = 2**29,
-    workspace: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result, Result]: ...
-@overload
-def lightning_indexer(
-    q: Like[Result],
-    weights: Array,
-    k_cache: Array | tuple[Array, Array],
-    context_lens: Array,
-    *,
-    k: int,
-    block_table: Array | None = None,
-    req_id_per_token: Array | None = None,
-    starts: Array | None = None,
-    q_scale: Array | None = None,
-    dtype: Float = "float32",
-    kv_format: KvFormat | None = None,
-    block_size: int | None = None,
-    slots_block_table: Array | None = None,
-    slots_block_size: int | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    max_logits_bytes: int = 2**29,
-    workspace: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result, Result]: ...
 @operator
 def lightning_indexer(
     q: Like[Result],

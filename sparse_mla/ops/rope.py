@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from sparse_mla import _C
-from sparse_mla._types import Like, Result, RopeFormat, ScaleLayout, Written, overload
+from sparse_mla._types import Like, Result, RopeFormat, ScaleLayout, Written
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -200,45 +200,6 @@ def _magnitude(yarn: Mapping[str, float], key: str) -> float:
     return 1.0 if factor <= 1 else 0.1 * yarn[key] * math.log(factor) + 1.0
 
 
-@overload
-def apply_rope(
-    positions: Like[Result],
-    q_pe: Array,
-    k_pe: None,
-    rope_table: Array,
-    *,
-    interleaved: bool = True,
-    inverse: bool = False,
-    q_out: Array | None = None,
-    k_out: None = None,
-    stream: Stream = None,
-) -> tuple[Result, None]: ...
-@overload
-def apply_rope(
-    positions: Like[Result],
-    q_pe: Array,
-    k_pe: Array,
-    rope_table: Array,
-    *,
-    interleaved: bool = True,
-    inverse: bool = False,
-    q_out: Array | None = None,
-    k_out: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result]: ...
-@overload
-def apply_rope(
-    positions: Like[Result],
-    q_pe: Array,
-    k_pe: Array | None,
-    rope_table: Array,
-    *,
-    interleaved: bool = True,
-    inverse: bool = False,
-    q_out: Array | None = None,
-    k_out: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result | None]: ...
 @operator
 def apply_rope(
     positions: Like[Result],
@@ -378,45 +339,6 @@ def rope_and_cache_mla(
     """
 
 
-@overload
-def fused_inv_rope_fp8_quant(
-    o: Like[Result],
-    positions: Array,
-    rope_table: Array,
-    *,
-    groups: int,
-    scale_layout: ScaleLayout = "fp32",
-    quantize: Literal[True] = True,
-    out: Array | None = None,
-    out_scale: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result]: ...
-@overload
-def fused_inv_rope_fp8_quant(
-    o: Like[Result],
-    positions: Array,
-    rope_table: Array,
-    *,
-    groups: int,
-    scale_layout: ScaleLayout = "fp32",
-    quantize: Literal[False],
-    out: Array | None = None,
-    out_scale: None = None,
-    stream: Stream = None,
-) -> Result: ...
-@overload
-def fused_inv_rope_fp8_quant(
-    o: Like[Result],
-    positions: Array,
-    rope_table: Array,
-    *,
-    groups: int,
-    scale_layout: ScaleLayout = "fp32",
-    quantize: bool = True,
-    out: Array | None = None,
-    out_scale: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result]: ...
 @operator
 def fused_inv_rope_fp8_quant(
     o: Like[Result],

@@ -2,63 +2,12 @@
 
 from __future__ import annotations
 
-from sparse_mla._types import Like, Result, overload
+from sparse_mla._types import Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = ["top_k_merge", "top_k_per_row"]
 
 
-@overload
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: None = None,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> Result: ...
-@overload
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: Array,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Result, Result, Result]: ...
-@overload
-def top_k_per_row(
-    logits: Like[Result],
-    starts: Array,
-    ends: Array,
-    *,
-    k: int,
-    slots_block_table: Array | None = None,
-    slots_block_size: int | None = None,
-    req_id_per_token: Array | None = None,
-    is_valid: Array | None = None,
-    out: Array | None = None,
-    slots: Array | None = None,
-    lens: Array | None = None,
-    values: Array | None = None,
-    stream: Stream = None,
-) -> Result | tuple[Result, Result, Result]: ...
 @operator
 def top_k_per_row(
     logits: Like[Result],

@@ -193,7 +193,7 @@ def test_an_operator_s_family_has_one_stem_on_every_floor(name, args, family):
         "csrc/cpu": (rf"^smla_cpu_{name}\(", rf"{family}/\w+\.c"),
         "csrc/cuda": (rf"^smla_cuda_launch_{name}\(", rf"{family}/.*|cuda_backend\.c"),
         "csrc/python/ops": (rf"^[^/]*\b{name}\b", rf"ops_{family}\.c"),
-        "sparse_mla/ops": (rf"^def _?{name}\(", rf"{family}(_\w+)?\.py"),
+        "sparse_mla/ops": (rf"^def _?{name}\(", rf"{family}(_\w+)?\.pyi?"),
     }
     for floor, (pattern, stem) in floors.items():
         found = find_files(floor, pattern)
