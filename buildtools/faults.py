@@ -143,6 +143,56 @@ def c_edits(text):
         elif token.kind == "name" and after == "(" and (swapped := swap_min_max(token.text)):
             yield token.start, token.end, swapped
     yield from removed_statements(tokens)
+    yield from weaker_rules(tokens, text)
+
+
+# What else an array of a rule may be: a dtype more, and the arguments that are sizes.
+WIDER = {
+    "SMLA_DTYPE_BF16": "SMLA_DTYPE_FP32",
+    "SMLA_DTYPE_FP32": "SMLA_DTYPE_BF16",
+    "SMLA_DTYPE_FLOATS": "SMLA_DTYPE_INT32",
+    "SMLA_DTYPE_INT32": "SMLA_DTYPE_INT64",
+    "SMLA_DTYPE_INT64": "SMLA_DTYPE_FP32",
+    "SMLA_DTYPE_BOOL": "SMLA_DTYPE_INT32",
+    "SMLA_DTYPE_UINT8": "SMLA_DTYPE_BF16",
+    "SMLA_DTYPE_E4M3_OR_BYTES": "SMLA_DTYPE_BF16",
+}
+SIZES = {
+    "smla_require_1d": (4,),
+    "smla_require_2d": (4, 5),
+    "smla_require_3d": (4, 5, 6),
+    "smla_require_vector": (3,),
+    "smla_require_slots": (3,),
+    "smla_require_state": (3, 4),
+}
+
+
+def weaker_rules(tokens, text):
+    """Rules of arrays (csrc/core/rule.h) that take a dtype more, any size, or an output as if it
+    were only read."""
+    for i, token in enumerate(tokens):
+        is_asked = i and tokens[i - 1].text in ("==", "!=", "&")
+        if token.text in WIDER and not is_asked:
+            yield token.start, token.end, f"({token.text} | {WIDER[token.text]})"
+        elif token.text == "SMLA_RULE_OUTPUT" and not is_asked:
+            yield token.start, token.end, "0"
+        elif token.text in SIZES and tokens[i + 1].text == "(":
+            for number, (start, end) in enumerate(items(tokens, i + 1)):
+                if number in SIZES[token.text] and text[start:end] != "SMLA_ANY":
+                    yield start, end, "SMLA_ANY"
+        elif [x.text for x in tokens[i : i + 4]] == [".", "shape", "=", "{"]:
+            for start, end in items(tokens, i + 3):
+                if text[start:end] != "SMLA_ANY":
+                    yield start, end, "SMLA_ANY"
+
+
+def items(tokens, i):
+    """The spans of what commas separate in the bracket that tokens[i] opens."""
+    end = closing(tokens, i)
+    while i < end:
+        stop = scan(tokens, i + 1, {",", tokens[end].text})
+        yield tokens[i + 1].start, tokens[stop - 1].end
+        i = stop
 
 
 def closing(tokens, i):

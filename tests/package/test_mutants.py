@@ -69,12 +69,23 @@ def python_changes(text: str) -> set[tuple[str, str]]:
         ("// a < b + 1", set()),
         ('puts("a < b + 1");', {";"}),
         ("return ' ' + '<';", {"return ' ' - '<';"}),
+        ("g(SMLA_DTYPE_BF16);", {";", "g((SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32));"}),
+        ("return a == SMLA_DTYPE_BF16;", {"return a != SMLA_DTYPE_BF16;"}),
+        ("return SMLA_RULE_OUTPUT;", {"return 0;"}),
     ],
 )
 def test_faults_of_a_c_line(line, wanted):
     close = "}" * line.count("{")
     found = changes(f"int\nf(void)\n{{\n    {line}\n    {close}\n}}\n")
     assert found == {(line, after) for after in wanted}
+
+
+def test_rules_become_weaker():
+    line = "return require(&(r){.shape = {SMLA_ANY, k}}) + smla_require_2d(c, n, x, d, f(y), z, g);"
+    found = {after for _, after in changes(f"int\nf(void)\n{{\n    {line}\n}}\n")}
+    sizes = "{SMLA_ANY, k}", "{SMLA_ANY, SMLA_ANY}"
+    assert {line.replace(*x) for x in (sizes, ("f(y)", "SMLA_ANY"), ("z", "SMLA_ANY"))} <= found
+    assert len(found) == 4  # the fourth changes the sign
 
 
 def test_a_preprocessor_line_is_left_alone():
