@@ -9,6 +9,8 @@ from numpy import ndarray
 __version__: str
 KV_FORMATS: dict[str, dict[int, int]]  # name -> {last dimension of a cache: head size}
 CONFIG_FIELDS: dict[str, dict[str, tuple[str, int, int]]]  # plan -> name: kind, least, most
+# kind of option -> its type, how many integers it is, whether they are int32, whether None is one
+OPTION_KINDS: dict[str, tuple[str, int, bool, bool]]
 SPLIT_KV_FORMATS: tuple[str, ...]  # names of formats in split pages
 CONCAT_KV_FORMATS: tuple[str, ...]  # names of formats that concat_and_cache_mla writes
 

@@ -235,13 +235,9 @@ smla_py_parse_flag(PyObject *object, bool *value)
 }
 
 int
-smla_py_parse_size(const char *op, const char *name, PyObject *object, int64_t least,
-                   int64_t *value)
+smla_py_parse_least(const char *op, const char *name, PyObject *object, int64_t least,
+                    int64_t *value)
 {
-    *value = least - 1;
-    if (object == Py_None) {
-        return 0;
-    }
     if (smla_py_parse_int(op, name, object, value) < 0) {
         return -1;
     }

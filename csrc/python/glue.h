@@ -147,9 +147,9 @@ int smla_py_parse_int32(const char *op, const char *name, PyObject *object, int3
 int smla_py_parse_float(const char *op, const char *name, PyObject *object, double *value);
 int smla_py_parse_flag(PyObject *object, bool *value);
 
-/* A size of at least `least`, or None, which gives least - 1. */
-int smla_py_parse_size(const char *op, const char *name, PyObject *object, int64_t least,
-                       int64_t *value);
+/* An int of at least `least`. */
+int smla_py_parse_least(const char *op, const char *name, PyObject *object, int64_t least,
+                        int64_t *value);
 
 /* Whether the argument of a scale is a number and no array: 1, 0, or -1 with an exception set. */
 int smla_py_is_number(PyObject *object);

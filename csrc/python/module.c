@@ -205,6 +205,7 @@ module_exec(PyObject *module)
     }
     if (add_kv_formats(module) < 0 ||
         add_new(module, "CONFIG_FIELDS", smla_py_config_fields()) < 0 ||
+        add_new(module, "OPTION_KINDS", smla_py_option_kinds()) < 0 ||
         add_format_names(module, "SPLIT_KV_FORMATS", find_split_formats()) < 0 ||
         add_format_names(module, "CONCAT_KV_FORMATS", SMLA_KV_CONCAT) < 0 ||
         PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||

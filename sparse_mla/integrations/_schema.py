@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparse_mla import _results
+from sparse_mla import _C, _results
 from sparse_mla._format_names import rename
 from sparse_mla.integrations._docs import document
 
@@ -20,7 +20,8 @@ READ = (
     *("input", "optional input", "input or none", "asking input", *SCALES),
     *("pair", "second", "parts", "input, maybe output", "input and output"),
 )
-INTS = {"two ints": 2, "three ints or none": 3}  # options that are tuples, and their lengths
+# Options that are tuples of ints, and their lengths.
+INTS = {kind: count for kind, (_, count, *_) in _C.OPTION_KINDS.items() if count > 1}
 ALWAYS = ("output", "output or first", "result")  # returned by every call
 MAYBE = ("output or none",)  # the same, but None where the results' rules have no such result
 ASKED = ("asked output", "asked result")  # returned where the call asks for it

@@ -42,7 +42,7 @@ except ImportError as error:
     ) from error
 
 from sparse_mla import _C
-from sparse_mla.integrations._schema import ASKED, GIVEN, INTS, MAYBE, READ, Schema
+from sparse_mla.integrations._schema import ASKED, GIVEN, INTS, MAYBE, READ, SCALES, Schema
 from sparse_mla.ops import OPERATORS
 from sparse_mla.steps.common import as_int
 
@@ -62,20 +62,10 @@ for _platform, _handler in _C.xla_handlers().items():
     jax.ffi.register_ffi_target(_TARGET, _handler, platform=_platform)
 
 
+_TYPES: dict[str, Any] = {"int": np.int64, "bool": np.int64, "float": np.float64, "str": str}
 _ATTRIBUTES = {
-    "int": np.int64,
-    "int32": np.int64,
-    "size": np.int64,
-    "count or none": np.int64,
-    "hint": np.int64,
-    "flag": np.int64,
-    "float": np.float64,
-    "scale": np.float64,
-    "scale or none": np.float64,
-    "kv_format": str,
-    "floats": str,
-    "scales": str,
-}
+    kind: _TYPES[name] for kind, (name, *_) in _C.OPTION_KINDS.items() if kind not in INTS
+} | dict.fromkeys(SCALES, np.float64)
 
 
 def _as_ints(op: str, name: str, value: Any, count: int) -> tuple[int, ...]:
@@ -100,7 +90,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
                 f"{schema.name}: `{name}` must be a Python value, got a traced array: give jax.jit "
                 f'static_argnames="{name}", or fix the option outside (functools.partial)'
             )
-        if kind in ("int", "int32", "size", "count or none", "hint") and values[name] is not None:
+        if _C.OPTION_KINDS.get(kind, ("",))[:2] == ("int", 1) and values[name] is not None:
             values[name] = as_int(schema.name, name, values[name])  # NumPy would cut a float
         if kind in INTS and values[name] is not None:
             values[name] = _as_ints(schema.name, name, values[name], INTS[kind])

@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise ImportError("sparse_mla.integrations.torch needs PyTorch: pip install torch") from error
 
-from sparse_mla import _results
+from sparse_mla import _C, _results
 from sparse_mla.integrations._schema import ALWAYS, ASKED, GIVEN, MAYBE, Schema
 from sparse_mla.ops import OPERATORS
 
@@ -129,19 +129,17 @@ _TYPES = {
     "scale or none": "float?",
     "pair": "Tensor",
     "parts": "Tensor",
-    "int": "SymInt",
-    "int32": "int",
-    "flag": "bool",
-    "size": "SymInt?",
-    "count or none": "SymInt?",
-    "hint": "SymInt?",
-    "two ints": "int[2]",
-    "three ints or none": "int[]?",
-    "float": "float",
-    "kv_format": "str?",
-    "floats": "str",
-    "scales": "str",
 }
+
+
+def _type_of(kind: str) -> str | None:
+    """The type of an option in PyTorch's schema language; None for what is no option."""
+    if kind not in _C.OPTION_KINDS:
+        return _TYPES.get(kind)
+    name, count, is_int32, may_be_none = _C.OPTION_KINDS[kind]
+    if count > 1:
+        return "int[]?" if may_be_none else f"int[{count}]"
+    return ("SymInt" if count == 1 and not is_int32 else name) + "?" * may_be_none
 
 
 def _declare(schema: Schema, outputs: list[str]) -> str:
@@ -158,8 +156,8 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
         is_optional = has_default or kind == "workspace"
         if kind in ("input and output", "input, maybe output") or name in outputs:
             text = f"Tensor({next(marks)}!){'?' * is_optional} {name}"
-        elif kind in _TYPES:
-            text = f"{_TYPES[kind]} {name}"
+        elif type_of := _type_of(kind):
+            text = f"{type_of} {name}"
         else:
             continue
         if has_default:

@@ -23,11 +23,11 @@ def operator(declaration: Declaration) -> Declaration:
     """
     name = declaration.__name__
     made = _C.Operator(declaration, name)
-    functools.update_wrapper(made, declaration)
-    vars(made)["__call__"] = made  # IPython shows its signature, beside the operator's
     takes_arrays = made.table[-1][1].startswith("stream")
     if takes_arrays and not name.startswith("_"):
         OPERATORS[name] = made
-        if made.__doc__ is not None:  # python -OO
-            made.__doc__ = add_sections(made)
+        if declaration.__doc__ is not None:  # python -OO
+            declaration.__doc__ = add_sections(name, declaration.__doc__, made.table)
+    functools.update_wrapper(made, declaration)
+    vars(made)["__call__"] = made  # IPython shows its signature, beside the operator's
     return cast(Declaration, made)

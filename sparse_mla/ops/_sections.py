@@ -7,23 +7,18 @@ writes is taken from its results, and results are shown as numbers and lists.
 
 from __future__ import annotations
 
-from typing import Any
-
 _DTYPES = ("float32", "int32", "uint8", "bfloat16", "float8_e4m3fn")
 _WRITTEN = "input and output"  # a kind of row
 
 
-def add_sections(operator: Any) -> str:
+def add_sections(name: str, doc: str, table: tuple[tuple[str, str], ...]) -> str:
     """The docstring of an operator with both sections behind it."""
-    doc, name = operator.__doc__, operator.__name__
     _, _, example = doc.partition("\n    Examples\n    --------\n")
     _, _, example = example.rstrip().partition("\n")  # without the line that imports
-    example = example.replace("sparse_mla.", "smla.").replace(
-        "smla.rope_table", "sparse_mla.rope_table"
-    )
-    example = example.replace("ml_dtypes.", "np.")
+    example = example.replace("ml_dtypes.", "np.").replace("sparse_mla.", "smla.")
+    example = example.replace("smla.rope_table", "sparse_mla.rope_table")
     ours = ", sparse_mla" if "sparse_mla." in example else ""
-    written = " and ".join(f"`{row}`" for row, kind in operator.table if kind == _WRITTEN)
+    written = " and ".join(f"`{row}`" for row, kind in table if kind == _WRITTEN)
     writes = f" Writes {written}." if written else ""
     donated = f" Returns {written} anew, in place if donated." if written else ""
     return f"""{doc.rstrip()}

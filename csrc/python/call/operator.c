@@ -378,50 +378,6 @@ operator_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
-/* The name of a row's kind. */
-static const char *
-name_kind(int kind)
-{
-    static const char *const names[] = {
-        [SMLA_PY_INPUT] = "input",
-        [SMLA_PY_OPTIONAL] = "optional input",
-        [SMLA_PY_OUTPUT] = "output",
-        [SMLA_PY_INOUT] = "input and output",
-        [SMLA_PY_PAIR] = "pair",
-        [SMLA_PY_PARTS] = "parts",
-        [SMLA_PY_NULLABLE] = "input or none",
-        [SMLA_PY_ASKING] = "asking input",
-        [SMLA_PY_MAYBE_INOUT] = "input, maybe output",
-        [SMLA_PY_SCALE] = "scale",
-        [SMLA_PY_SCALE_OR_NONE] = "scale or none",
-        [SMLA_PY_ASKED_OUTPUT] = "asked output",
-        [SMLA_PY_OUTPUT_OR_NONE] = "output or none",
-        [SMLA_PY_OVER_FIRST] = "output or first",
-        [SMLA_PY_WORKSPACE] = "workspace",
-        [SMLA_PY_SECOND] = "second",
-        [SMLA_PY_RESULT] = "result",
-        [SMLA_PY_ASKED_RESULT] = "asked result",
-        [SMLA_PY_INT] = "int",
-        [SMLA_PY_INT32] = "int32",
-        [SMLA_PY_FLAG] = "flag",
-        [SMLA_PY_UNLESS] = "flag",
-        [SMLA_PY_SIZE] = "size",
-        [SMLA_PY_COUNT_OR_NONE] = "count or none",
-        [SMLA_PY_HINT] = "hint",
-        [SMLA_PY_TWO_INTS] = "two ints",
-        [SMLA_PY_THREE_INTS] = "three ints or none",
-        [SMLA_PY_FLOAT] = "float",
-        [SMLA_PY_KV_FORMAT] = "kv_format",
-        [SMLA_PY_FLOATS] = "floats",
-        [SMLA_PY_SCALES] = "scales",
-        [SMLA_PY_DEVICE] = "device",
-        [SMLA_PY_ASK] = "ask",
-        [SMLA_PY_STREAM] = "stream",
-        [SMLA_PY_ARRAYS_STREAM] = "stream of the arrays",
-    };
-    return names[kind];
-}
-
 static PyObject *
 operator_table(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -429,7 +385,8 @@ operator_table(PyObject *self, void *Py_UNUSED(closure))
     PyObject *table = PyTuple_New(in_c->num_params);
     for (int i = 0; table != NULL && i < in_c->num_params; i++) {
         const smla_py_param *const param = &in_c->params[i];
-        smla_py_put_item(&table, i, Py_BuildValue("(ss)", param->name, name_kind(param->kind)));
+        const char *const kind = smla_py_find_kind(param->kind)->name;
+        smla_py_put_item(&table, i, Py_BuildValue("(ss)", param->name, kind));
     }
     return table;
 }

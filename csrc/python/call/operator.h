@@ -12,57 +12,8 @@
 #include <string.h>
 
 #include "python/call/call.h"
+#include "python/call/kind.h"
 #include "python/call/result_row.h"
-
-/* The kind of a table row. The values of smla_py_role are kinds of arrays, too. */
-typedef enum smla_py_kind {
-    /* arrays that a caller gives */
-    SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
-    SMLA_PY_PARTS,    /* smla_parts_arg: one array, or a list or tuple of arrays; read */
-    SMLA_PY_NULLABLE, /* given, but may be None; read */
-    SMLA_PY_ASKING,   /* None or read; asks for the asked outputs where given */
-    /* read, and also written where maybe_writes of the operator says so; never returned */
-    SMLA_PY_MAYBE_INOUT,
-    SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */
-    SMLA_PY_SCALE_OR_NONE, /* the same, or None, which leaves both of its fields empty */
-    SMLA_PY_ASKED_OUTPUT,  /* None or written; returned where it is given or asked for */
-    /* As SMLA_PY_OUTPUT where its result's row holds; elsewhere None is returned. */
-    SMLA_PY_OUTPUT_OR_NONE,
-    /* None or written. With None the first array is written and returned in its place, unless
-     * writes_first of the operator says no: then as SMLA_PY_OUTPUT. */
-    SMLA_PY_OVER_FIRST,
-    SMLA_PY_WORKSPACE, /* None or written; not returned */
-    SMLA_PY_TABLE,     /* a build: None, or read until the next build */
-    SMLA_PY_TABLES,    /* a build: a tuple of tables, for fields that follow each other */
-    /* arrays without an argument in Python */
-    SMLA_PY_SECOND, /* second array of a pair */
-    SMLA_PY_RESULT, /* always new */
-    SMLA_PY_ASKED_RESULT,
-    /* options */
-    SMLA_PY_INT,           /* int64_t */
-    SMLA_PY_INT32,         /* int32_t */
-    SMLA_PY_FLAG,          /* int32_t: 1 where the argument is true */
-    SMLA_PY_UNLESS,        /* int32_t: 1 where the argument is false */
-    SMLA_PY_SIZE,          /* int64_t: None, which is 0, or at least 1 */
-    SMLA_PY_COUNT_OR_NONE, /* int64_t: None, which is -1, or at least 0 */
-    SMLA_PY_HINT,          /* int64_t: None, which is 0, or at least 0 */
-    SMLA_PY_TWO_INTS,      /* int64_t[2]: a tuple */
-    SMLA_PY_THREE_INTS,    /* int64_t[3]: None, which is zeros, or a tuple */
-    SMLA_PY_FLOAT,         /* double */
-    SMLA_PY_KV_FORMAT,     /* int32_t: None or the name of a cache format */
-    SMLA_PY_FLOATS,        /* DLDataType: "float32" or "bfloat16" */
-    SMLA_PY_SCALES,        /* int32_t: the name of a scale layout */
-    SMLA_PY_DEVICE,        /* DLDevice */
-    SMLA_PY_STARTS,        /* a build: a copy of host integers, one more than requests */
-    SMLA_PY_LENGTHS,       /* a build: the same, one per request */
-    SMLA_PY_LENGTHS_OR_NONE,
-    SMLA_PY_GENERATION, /* no field: the number of the step's latest build */
-    SMLA_PY_ASK,        /* no field: whether to return the asked output or result */
-    SMLA_PY_STREAM,     /* void *; the last row where there are arrays */
-    /* as SMLA_PY_STREAM, but without an argument: always the stream of the arrays */
-    SMLA_PY_ARRAYS_STREAM,
-    SMLA_PY_STEP, /* a layer's step, without an argument; before its generation */
-} smla_py_kind;
 
 /* A table row. Arrays come first; arrays that are read come before arrays that are only written. */
 typedef struct smla_py_param {
@@ -197,13 +148,6 @@ smla_py_is_result(const smla_py_param *param)
                              1u << SMLA_PY_OVER_FIRST | 1u << SMLA_PY_ASKED_OUTPUT |
                              1u << SMLA_PY_RESULT | 1u << SMLA_PY_ASKED_RESULT;
     return results >> param->kind & 1;
-}
-
-/* How many integers an option is; 0 if it is no tuple of them. */
-static inline int
-smla_py_count_ints(const smla_py_param *param)
-{
-    return param->kind == SMLA_PY_TWO_INTS ? 2 : param->kind == SMLA_PY_THREE_INTS ? 3 : 0;
 }
 
 static inline int

@@ -76,27 +76,35 @@ parse_flag(PyObject *object, bool unless, int32_t *field)
     return status;
 }
 
+/* Reads an integer, or a tuple of them, as the kind's row says. */
+static int
+parse_integers(const char *op, const char *name, const smla_py_kind_row *kind, PyObject *object,
+               void *field)
+{
+    if (kind->may_be_none && object == Py_None) {
+        smla_py_fill_none(kind, field);
+        return 0;
+    }
+    if (kind->count > 1) {
+        return smla_py_parse_ints(op, name, object, kind->count, field);
+    }
+    return kind->is_int32 ? smla_py_parse_int32(op, name, object, field)
+                          : smla_py_parse_least(op, name, object, kind->least, field);
+}
+
 /* Fills the field of an option, in `args` or in the call. */
 static int
 read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
 {
     const char *const op = call->op;
     void *const field = (char *)args + param->offset;
+    const smla_py_kind_row *const kind = smla_py_find_kind(param->kind);
+    if (kind->count > 0) {
+        return parse_integers(op, param->name, kind, object, field);
+    }
     switch (param->kind) {
-    case SMLA_PY_INT: return smla_py_parse_int(op, param->name, object, field);
-    case SMLA_PY_INT32: return smla_py_parse_int32(op, param->name, object, field);
     case SMLA_PY_FLAG: return parse_flag(object, false, field);
     case SMLA_PY_UNLESS: return parse_flag(object, true, field);
-    case SMLA_PY_SIZE: return smla_py_parse_size(op, param->name, object, 1, field);
-    case SMLA_PY_COUNT_OR_NONE: return smla_py_parse_size(op, param->name, object, 0, field);
-    case SMLA_PY_HINT:
-        return object == Py_None ? 0 : smla_py_parse_size(op, param->name, object, 0, field);
-    case SMLA_PY_TWO_INTS:
-        return smla_py_parse_ints(op, param->name, object, smla_py_count_ints(param), field);
-    case SMLA_PY_THREE_INTS:
-        return object == Py_None
-                   ? 0
-                   : smla_py_parse_ints(op, param->name, object, smla_py_count_ints(param), field);
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
     case SMLA_PY_FLOATS: return parse_floats(call, param->name, object, field);

@@ -78,44 +78,29 @@ read_int32(const xla_call *call, const char *name, int32_t *value)
                                             name, (long long)wide);
 }
 
-/* Reads a size that may be left out. The core reads 0 as "left out", so a 0 given by the caller is
- * refused. */
+/* Reads an integer, or the integers of a tuple: attributes `name`[0], `name`[1], and so on. The
+ * kind's row says whether they may be left out, which is None. */
 static smla_status
-read_size(const xla_call *call, const char *name, int64_t least, int64_t *value)
+read_integers(const xla_call *call, const char *option, const smla_py_kind_row *kind, void *field)
 {
-    *value = least - 1;
-    if (find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL) {
-        return SMLA_OK;
+    int64_t *const values = field;
+    if (kind->is_int32) {
+        return read_int32(call, option, field);
     }
-    SMLA_TRY(read_int(call, name, value));
-    return *value >= least
-               ? SMLA_OK
-               : smla_fail_value(call->error, call->op, "`%s` must be at least %lld, got %lld",
-                                 name, (long long)least, (long long)*value);
-}
-
-/* Reads a size for which 0 means the same as leaving it out. */
-static smla_status
-read_hint(const xla_call *call, const char *name, int64_t *value)
-{
-    SMLA_TRY(read_size(call, name, 0, value));
-    *value = *value < 0 ? 0 : *value;
-    return SMLA_OK;
-}
-
-/* Reads the integers of a tuple: attributes `name`[0], `name`[1], and so on. Without the first, the
- * tuple was left out. */
-static smla_status
-read_ints(const xla_call *call, const smla_py_param *param, int64_t *values)
-{
-    for (int i = 0; i < smla_py_count_ints(param); i++) {
-        char name[64];
-        snprintf(name, sizeof name, "%s[%d]", param->name, i);
-        if (i == 0 && param->kind == SMLA_PY_THREE_INTS &&
+    for (int i = 0; i < kind->count; i++) {
+        char item[64];
+        snprintf(item, sizeof item, "%s[%d]", option, i);
+        const char *const name = kind->count == 1 ? option : item;
+        if (kind->may_be_none && i == 0 &&
             find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL) {
+            smla_py_fill_none(kind, values);
             return SMLA_OK;
         }
         SMLA_TRY(read_int(call, name, &values[i]));
+        if (values[i] < kind->least) {
+            return smla_fail_value(call->error, call->op, "`%s` must be at least %lld, got %lld",
+                                   name, (long long)kind->least, (long long)values[i]);
+        }
     }
     return SMLA_OK;
 }
@@ -377,19 +362,17 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
         if (param->offset >= op->core_bytes) {
             continue;
         }
+        const smla_py_kind_row *const kind = smla_py_find_kind(param->kind);
+        if (kind->count > 0) {
+            SMLA_TRY(read_integers(call, param->name, kind, field));
+            continue;
+        }
         switch (param->kind) {
-        case SMLA_PY_INT: SMLA_TRY(read_int(call, param->name, field)); break;
-        case SMLA_PY_FLAG:
-        case SMLA_PY_INT32: SMLA_TRY(read_int32(call, param->name, field)); break;
+        case SMLA_PY_FLAG: SMLA_TRY(read_int32(call, param->name, field)); break;
         case SMLA_PY_UNLESS:
             SMLA_TRY(read_int32(call, param->name, field));
             *(int32_t *)field = *(int32_t *)field == 0;
             break;
-        case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, 1, field)); break;
-        case SMLA_PY_COUNT_OR_NONE: SMLA_TRY(read_size(call, param->name, 0, field)); break;
-        case SMLA_PY_HINT: SMLA_TRY(read_hint(call, param->name, field)); break;
-        case SMLA_PY_TWO_INTS:
-        case SMLA_PY_THREE_INTS: SMLA_TRY(read_ints(call, param, field)); break;
         case SMLA_PY_SCALE_OR_NONE:
         case SMLA_PY_SCALE: SMLA_TRY(read_scale(call, param->name, field)); break;
         case SMLA_PY_FLOAT:
