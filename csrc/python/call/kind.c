@@ -5,7 +5,7 @@
 #define INTEGERS(text, number, smallest) \
     .name = (text), .type = "int", .count = (number), .least = (smallest)
 
-static const smla_py_kind_row rows[SMLA_PY_NUM_KINDS] = {
+const smla_py_kind_row smla_py_kinds[SMLA_PY_NUM_KINDS] = {
     [SMLA_PY_INPUT] = {.name = "input"},
     [SMLA_PY_OPTIONAL] = {.name = "optional input"},
     [SMLA_PY_OUTPUT] = {.name = "output"},
@@ -43,12 +43,6 @@ static const smla_py_kind_row rows[SMLA_PY_NUM_KINDS] = {
     [SMLA_PY_ARRAYS_STREAM] = {.name = "stream of the arrays"},
 };
 
-const smla_py_kind_row *
-smla_py_find_kind(int kind)
-{
-    return &rows[kind];
-}
-
 void
 smla_py_fill_none(const smla_py_kind_row *kind, int64_t *field)
 {
@@ -62,7 +56,7 @@ smla_py_option_kinds(void)
 {
     PyObject *kinds = PyDict_New();
     for (int i = 0; kinds != NULL && i < SMLA_PY_NUM_KINDS; i++) {
-        const smla_py_kind_row *const row = &rows[i];
+        const smla_py_kind_row *const row = &smla_py_kinds[i];
         if (row->type == NULL) {
             continue;
         }

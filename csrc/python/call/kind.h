@@ -70,7 +70,7 @@ typedef struct smla_py_kind_row {
     int64_t none;  /* what None becomes */
 } smla_py_kind_row;
 
-const smla_py_kind_row *smla_py_find_kind(int kind);
+extern const smla_py_kind_row smla_py_kinds[SMLA_PY_NUM_KINDS];
 
 /* Fills the field of an option of integers that was left out, or is None. */
 void smla_py_fill_none(const smla_py_kind_row *kind, int64_t *field);

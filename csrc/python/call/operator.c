@@ -385,7 +385,7 @@ operator_table(PyObject *self, void *Py_UNUSED(closure))
     PyObject *table = PyTuple_New(in_c->num_params);
     for (int i = 0; table != NULL && i < in_c->num_params; i++) {
         const smla_py_param *const param = &in_c->params[i];
-        const char *const kind = smla_py_find_kind(param->kind)->name;
+        const char *const kind = smla_py_kinds[param->kind].name;
         smla_py_put_item(&table, i, Py_BuildValue("(ss)", param->name, kind));
     }
     return table;

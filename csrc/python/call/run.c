@@ -98,10 +98,6 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
 {
     const char *const op = call->op;
     void *const field = (char *)args + param->offset;
-    const smla_py_kind_row *const kind = smla_py_find_kind(param->kind);
-    if (kind->count > 0) {
-        return parse_integers(op, param->name, kind, object, field);
-    }
     switch (param->kind) {
     case SMLA_PY_FLAG: return parse_flag(object, false, field);
     case SMLA_PY_UNLESS: return parse_flag(object, true, field);
@@ -114,7 +110,8 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_STEP: return smla_py_take_step(call, object, field);
     case SMLA_PY_GENERATION: return smla_py_check_generation(call->op, call->step, object);
     case SMLA_PY_STREAM: return smla_py_take_stream(call, object);
-    default: return 0;
+    case SMLA_PY_ARRAYS_STREAM: return 0;
+    default: return parse_integers(op, param->name, &smla_py_kinds[param->kind], object, field);
     }
 }
 

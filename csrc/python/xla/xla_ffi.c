@@ -362,7 +362,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
         if (param->offset >= op->core_bytes) {
             continue;
         }
-        const smla_py_kind_row *const kind = smla_py_find_kind(param->kind);
+        const smla_py_kind_row *const kind = &smla_py_kinds[param->kind];
         if (kind->count > 0) {
             SMLA_TRY(read_integers(call, param->name, kind, field));
             continue;
