@@ -8,6 +8,9 @@ the `Config`, the builder completes it and plans with a `MetadataBuilder`, and `
 `SparseMLA.forward`. The top-k positions are those of the layer's indexer; they stay relative to
 their request, because attention itself looks up their pages.
 
+With decode context parallelism (DCP) a rank has the keys of its own tokens alone. vLLM gathers the
+heads of all ranks before `forward_mqa`, and merges the parts that it returns.
+
 docs/engines.md says how to choose this backend, and what it does not serve.
 """
 
@@ -120,6 +123,8 @@ class SparseMLAMetadata(AttentionMetadata):
         The plan. It is valid until its builder's next `build`.
     num_actual_tokens, num_decodes, num_prefills, num_decode_tokens : int
         Those of `step`.
+    query_start_loc, seq_lens : [R + 1] and [R] int32
+        Those of whole requests. The layer's merge of ranks reads which rows have no keys.
     prefill : None
         A prefill here would make vLLM's layer compute dense attention for it. The prefills are in
         `step`.
@@ -132,6 +137,8 @@ class SparseMLAMetadata(AttentionMetadata):
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
     prefill: None = None
 
 
@@ -141,8 +148,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     Attributes
     ----------
     builder : sparse_mla.MetadataBuilder
-        Its config is that of the first layer, with the block size and device of this builder, and
-        1 + the number of speculative tokens as `decode_threshold`.
+        Its config is that of the first layer, with the block size and device of this builder, 1 +
+        the number of speculative tokens as `decode_threshold`, and the rank as `cp`.
 
     Source: vLLM's FlashMLASparseMetadataBuilder.
     """
@@ -155,12 +162,13 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen=True)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         config = replace(
             layer.impl.config,
             block_size=kv_cache_spec.block_size,
             decode_threshold=self.reorder_batch_threshold,
+            cp=find_rank(layer.impl, vllm_config),
             device=str(device),
         )
         workspace = _prefill_workspace(config, device)
@@ -213,6 +221,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             num_decodes=step.num_decodes,
             num_prefills=step.num_prefills,
             num_decode_tokens=step.num_decode_tokens,
+            query_start_loc=given.query_start_loc,
+            seq_lens=given.seq_lens,
         )
 
 
@@ -224,7 +234,8 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
     Attributes
     ----------
     config : sparse_mla.Config
-        The block size, decode threshold and device are left to the metadata builder.
+        The block size, decode threshold, rank and device are left to the metadata builder. Its
+        heads are those of `forward_mqa`: with DCP those of all ranks, which vLLM gathers.
     topk_indices_buffer : [>= T, K] int32, or None
         The indexer's positions inside each request, -1 = none.
 
@@ -234,7 +245,7 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         Sizes, or a kv_cache_dtype, that `sparse_mla.Config` does not take.
     NotImplementedError
         ALiBi, sliding windows, soft caps, other kinds of attention, layers that share a cache,
-        caches in host memory, context parallelism.
+        caches in host memory, prefill context parallelism.
 
     Source: vLLM's FlashMLASparseImpl.
     """
@@ -242,6 +253,9 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
     is_sparse: ClassVar[bool] = True
     supports_dense_mha_prefill: bool = False
     can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -289,7 +303,7 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         max_model_len = engine.model_config.max_model_len
         factor = engine.attention_config.sparse_mla_prefill_workspace_factor
         self.config = sparse_mla.Config(
-            num_heads,
+            num_heads * self.dcp_world_size,
             softmax_scale=scale,
             kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim,
@@ -353,7 +367,8 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         attn_metadata: SparseMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend for all tokens of the step: `sparse_mla.SparseMLA.forward`.
+        """Attend for all tokens of the step: `sparse_mla.SparseMLA.forward`. With DCP to the rank's
+        own keys; the result is the rank's part, and rows without a key have 0 and -inf.
 
         Parameters
         ----------
@@ -492,14 +507,28 @@ def index(
     )
 
 
+def find_rank(impl: MLAAttentionImpl[Any], vllm_config: Any) -> tuple[int, int, int] | None:
+    """A layer's share of a cache that is split by tokens (DCP), as `cp` of `sparse_mla.Config` and
+    `sparse_mla.mla_attention` has it; None for a whole cache. Builders ask for it, because vLLM may
+    set the interleave after it has made the layers."""
+    if impl.dcp_world_size == 1:
+        return None
+    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+    return impl.dcp_rank, impl.dcp_world_size, interleave
+
+
 def refuse(impl: MLAAttentionImpl[Any], **given: Any) -> None:
-    """A NotImplementedError that names the first option of a layer which is not None, or context
-    parallelism, which no layer serves."""
-    is_parallel = impl.dcp_world_size * impl.pcp_world_size > 1
-    given["context parallelism"] = is_parallel or None
+    """A NotImplementedError that names the first option of a layer which is not None, or prefill
+    context parallelism, which no layer serves."""
+    kind = type(impl).__name__
     for name, value in given.items():
         if value is not None:
-            raise NotImplementedError(f"{type(impl).__name__}: {name} = {value!r} is not served")
+            raise NotImplementedError(f"{kind}: {name} = {value!r} is not served")
+    if impl.pcp_world_size > 1:
+        raise NotImplementedError(
+            f"{kind}: prefill context parallelism of {impl.pcp_world_size} ranks is not served; "
+            "decode context parallelism is"
+        )
 
 
 def _prefill_workspace(config: sparse_mla.Config, device: torch.device) -> torch.Tensor | None:

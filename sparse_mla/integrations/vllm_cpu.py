@@ -62,6 +62,8 @@ def get_attn_backend_cls(
     reasons = resolve_obj_by_qualname(path).validate_configuration(
         device_capability=None, **attn_selector_config._asdict()
     )
+    if attn_selector_config.use_dcp:
+        reasons.append("vLLM has no context parallelism on CPUs")
     if reasons:
         raise ValueError(
             f"attention backend CUSTOM, sparse_mla's: {', '.join(reasons)}, "

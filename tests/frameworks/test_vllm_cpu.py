@@ -138,6 +138,8 @@ def test_models_with_and_without_an_indexer(vllm, use_sparse, kv_cache_dtype):
         ({"kv_cache_dtype": "fp8", "use_sparse": True}, "kv_cache_dtype not supported"),
         ({"use_mla": False}, "non-MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_dcp": True}, "vLLM has no context parallelism on CPUs, got .*use_dcp=True"),
+        ({"use_pcp": True}, "PCP not supported"),
     ],
 )
 def test_layers_that_are_not_served(vllm, changes, reason):
@@ -370,7 +372,7 @@ def run_fp8(vllm, scale):
     pages = cache.view(torch.uint8)  # as vLLM's layer has it
     impl.do_kv_cache_update(kv_c, k_pe, pages, common.slot_mapping, "fp8", k_scale)
     builder = object.__new__(vllm.dense.DenseMLAMetadataBuilder)
-    builder.builder = None
+    builder.builder = builder.cp = None
     metadata = builder.build(0, common)
     q = torch.randn(21, 4, 512).bfloat16(), torch.randn(21, 4, 64).bfloat16()
     layer = SimpleNamespace(_k_scale=k_scale)
@@ -387,7 +389,7 @@ def test_a_cache_of_fp8_has_rows_of_576_with_the_layer_s_scale(vllm, scale):
     assert_same_bits(
         rows[common.slot_mapping].view(torch.uint8).numpy(), want.view(torch.uint8).numpy()
     )
-    assert (metadata.num_decode_tokens, metadata.num_prefills, metadata.decode) == (21, 0, True)
+    assert (metadata.num_decode_tokens, metadata.num_prefills, metadata.decode) == (21, 0, common)
 
     keys = (cache.double() * scale).view(-1, 576)
     for token in range(21):
