@@ -1,6 +1,7 @@
 """The backend layer as a backend of vLLM, for DeepSeek-V3.2: vLLM's classes, done by ours.
 
-`vllm_dense.py` has those of models without an indexer, DeepSeek V3 and V2.
+`vllm_dense.py` has those of models without an indexer, DeepSeek V3 and V2, and `vllm_indexer.py` an
+indexer for CPUs.
 
 vLLM asks the backend for facts, makes an implementation per layer and a metadata builder per group
 of layers, builds metadata once per step, and calls each implementation. Here the implementation has
@@ -21,7 +22,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -36,8 +36,6 @@ import sparse_mla
 from sparse_mla.steps.v32 import HEAD_SIZE
 
 __all__ = [
-    "IndexerMetadata",
-    "IndexerMetadataBuilder",
     "SparseMLABackend",
     "SparseMLAImpl",
     "SparseMLAMetadata",
@@ -395,126 +393,14 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         return self.layer.forward(q, kv_c_and_k_pe_cache, indices[:num_tokens], attn_metadata.step)
 
 
-@dataclass
-class IndexerMetadata(AttentionMetadata):
-    """What the indexer of V3.2 reads of a step, on the CPU. See vllm_cpu.py.
-
-    Attributes
-    ----------
-    slot_mapping : [T] int64
-        Where the step's keys go.
-    block_table : [B, W] int32
-    req_id_per_token, context_lens : [T] int32
-        The request of each token, and the keys that it sees.
-    """
-
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    req_id_per_token: torch.Tensor
-    context_lens: torch.Tensor
-
-
-class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
-    """Makes IndexerMetadata of vLLM's CommonAttentionMetadata, whose arrays are the host's."""
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: VllmCommonMetadata,
-        fast_build: bool = False,
-    ) -> IndexerMetadata:
-        """Give each token its request, and the number of keys up to its own.
-
-        Parameters
-        ----------
-        common_prefix_len, fast_build : int and bool
-            Not read.
-        common_attn_metadata : vLLM's CommonAttentionMetadata
-            All of its arrays in host memory.
-
-        Returns
-        -------
-        IndexerMetadata
-        """
-        given, num_tokens = common_attn_metadata, common_attn_metadata.num_actual_tokens
-        starts = given.query_start_loc_cpu
-        ids = torch.repeat_interleave(torch.arange(given.num_reqs), starts.diff())
-        behind = starts[ids + 1] - torch.arange(num_tokens) - 1  # its request's later tokens
-        lens = (given.seq_lens[ids] - behind).int()
-        slots = given.slot_mapping[:num_tokens]
-        return IndexerMetadata(slots, given.block_table_tensor, ids.int(), lens)
-
-
-@torch.library.custom_op("sparse_mla_vllm::index", mutates_args=("topk_indices",))
-def index(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    topk_indices: torch.Tensor,
-    softmax_scale: float,
-    layer: str,
-) -> None:
-    """Write a step's keys to the indexer's cache, then choose each token's best keys.
-
-    Parameters
-    ----------
-    q : [>= T, Hi, 128] bf16
-        After RoPE, as k is.
-    k : [>= T, 128] bf16
-    weights : [>= T, Hi] bf16
-    topk_indices : [>= T, K] int32, written
-        Positions inside a token's request, -1 = none.
-    softmax_scale : float
-    layer : str
-        The name of the indexer's cache, which finds it and its metadata in vLLM's forward context.
-        Without metadata, while vLLM measures its memory, nothing is done.
-
-    Raises
-    ------
-    TypeError, ValueError, MemoryError
-        Those of `indexer_k_quant_and_cache`, `fused_indexer_q_rope_quant` and `lightning_indexer`.
-    """
-    context = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):
-        return
-    step, cache = context.attn_metadata[layer], context.no_compile_layers[layer].kv_cache
-    num_tokens = len(step.context_lens)
-    logger.info_once("sparse_mla: lightning_indexer chooses %d keys", topk_indices.shape[1])
-    sparse_mla.indexer_k_quant_and_cache(k, cache, step.slot_mapping)
-    q8, scaled = sparse_mla.fused_indexer_q_rope_quant(
-        q[:num_tokens],
-        weights[:num_tokens],
-        torch.zeros(num_tokens, dtype=torch.int32),
-        torch.tensor([[1.0] * 32 + [0.0] * 32]),  # turned already: cosines are 1, sines 0
-        softmax_scale=softmax_scale,
-        head_scale=q.shape[1] ** -0.5,
-    )
-    sparse_mla.lightning_indexer(
-        q8,
-        scaled,
-        cache,
-        step.context_lens,
-        k=topk_indices.shape[1],
-        block_table=step.block_table,
-        req_id_per_token=step.req_id_per_token,
-        out=topk_indices[:num_tokens],
-    )
-
-
-def find_rank(impl: MLAAttentionImpl[Any], vllm_config: Any) -> tuple[int, int, int] | None:
+def find_rank(layer: Any, vllm_config: Any) -> tuple[int, int, int] | None:
     """A layer's share of a cache that is split by tokens (DCP), as `cp` of `sparse_mla.Config` and
     `sparse_mla.mla_attention` has it; None for a whole cache. Builders ask for it, because vLLM may
     set the interleave after it has made the layers."""
-    if impl.dcp_world_size == 1:
+    if layer.dcp_world_size == 1:
         return None
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-    return impl.dcp_rank, impl.dcp_world_size, interleave
+    return layer.dcp_rank, layer.dcp_world_size, interleave
 
 
 def refuse(impl: MLAAttentionImpl[Any], **given: Any) -> None:

@@ -11,7 +11,7 @@ import vllm_ranks
 from helpers import BESIDE_TESTS, assert_same_bits, assert_within_bounds, free_port, run_python
 from rank_steps import draw_len
 from row_formats import E4M3_576
-from vllm_layers import engine_of
+from vllm_layers import TOPK, engine_of
 from vllm_ranks import DRAFTS, make_world, merge, run_rank
 
 pytestmark = pytest.mark.vllm
@@ -143,21 +143,37 @@ def test_one_rank_has_the_bits_of_no_dcp(vllm, kind, fmt, heads):
 # ---- Layers of vLLM's own ------------------------------------------------------------------------
 
 
-def test_layers_of_vllm_s_own_merge_ranks(vllm, tmp_path):
-    """vLLM's MLAAttention in two processes: it gathers queries, calls our implementation, exchanges
-    and merges the parts, and gives each rank the outputs of its heads."""
-    ranks, interleaves, port = 2, (1, 16), free_port()
+RANKS, INTERLEAVES = 2, (1, 16)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What two processes have done, whose exchange is gloo's: vllm_ranks.run_layers."""
+    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
 
     def run(rank: int):
-        call = f"run_layers({rank}, {ranks}, {interleaves}, {port}, {str(tmp_path)!r})"
+        call = f"run_layers({rank}, {RANKS}, {INTERLEAVES}, {port}, {str(folder)!r})"
         script = f"{BESIDE_TESTS}import vllm_ranks; vllm_ranks.{call}"
         return run_python("-W", "ignore", "-c", script, OMP_NUM_THREADS="1")
 
-    with ThreadPoolExecutor(ranks) as pool:
-        done = [*pool.map(run, range(ranks))]
+    with ThreadPoolExecutor(RANKS) as pool:
+        done = [*pool.map(run, range(RANKS))]
     assert not any(process.returncode for process in done), done[0].stderr[-3000:]
-    for name in vllm_ranks.LAYERS:
-        for interleave in interleaves:
-            files = [tmp_path / f"{name} {interleave} {rank}.npy" for rank in range(ranks)]
-            got = np.concatenate([np.load(file) for file in files], -1)
-            vllm_ranks.check_layer(name, got, merges=ranks)
+    return lambda name: [np.load(folder / f"{name} {rank}.npy") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("interleave", INTERLEAVES)
+@pytest.mark.parametrize("name", vllm_ranks.LAYERS)
+def test_layers_of_vllm_s_own_merge_ranks(vllm, results, name, interleave):
+    """vLLM's MLAAttention gathers queries, calls our implementation, exchanges and merges the
+    parts, and gives each rank the outputs of its heads."""
+    outputs = np.concatenate(results(f"{name} {interleave}"), -1)
+    vllm_ranks.check_layer(name, outputs, merges=RANKS)
+
+
+@pytest.mark.parametrize("interleave", INTERLEAVES)
+def test_an_indexer_of_ranks_chooses_the_keys_of_one(vllm, results, interleave):
+    want = vllm_ranks.choose_keys(vllm)
+    assert (want >= 0).sum(1).max() == TOPK < 130
+    for chosen in results(f"keys {interleave}"):
+        assert_same_bits(chosen, want)

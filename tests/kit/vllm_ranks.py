@@ -153,6 +153,26 @@ def check_layer(name: str, got: np.ndarray, *, merges: int) -> None:
     assert errors.any(), "parts that were rounded are not exact"
 
 
+def choose_keys(vllm, cp=None) -> np.ndarray:
+    """The keys [T, TOPK] that the indexer for CPUs chooses for three prompts."""
+    torch, rng = vllm.torch, np.random.default_rng(0)
+    batch = cases.make_batch([130, 1, 65], [130, 1, 65])
+    if cp is not None:
+        batch, _ = take_share(batch, np.zeros((batch.num_pages, batch.block_size, 1), np.uint8), cp)
+    configs = vllm_layers.engine_config(vllm, cp=cp)
+    spec = SimpleNamespace(block_size=batch.block_size)
+    builder = vllm.indexer.IndexerMetadataBuilder(spec, ["keys"], configs, torch.device("cpu"))
+    cache = torch.zeros(batch.num_pages, batch.block_size, 132, dtype=torch.uint8)
+    step, layer = builder.build(0, common_of(vllm, batch)), SimpleNamespace(kv_cache=cache)
+    count = batch.num_actual_tokens
+    arrays = [cases.random_bf16(rng, count, *shape) for shape in ((8, 128), (128,), (8,))]
+    chosen = torch.full((count, TOPK), -7, dtype=torch.int32)
+    context = vllm.forward_context.ForwardContext({"keys": layer}, {"keys": step}, {})
+    with vllm.forward_context.override_forward_context(context):
+        vllm.indexer.index(*map(vllm.put, arrays), chosen, 0.1, "keys")
+    return chosen.numpy()
+
+
 def run_layers(rank: int, ranks: int, interleaves, port: int, folder: str) -> None:
     """A rank's layers, in a process of its own. The exchange is that of vLLM's layer by gloo, with
     vLLM's function for the CPU in the place of a Triton kernel."""
@@ -168,6 +188,9 @@ def run_layers(rank: int, ranks: int, interleaves, port: int, folder: str) -> No
         return out.copy_(weighed), lse
 
     vllm.dcp.correct_attn_out = correct
+    for interleave in interleaves:
+        chosen = choose_keys(vllm, (rank, ranks, interleave))
+        np.save(Path(folder, f"keys {interleave} {rank}.npy"), chosen)
     for name, interleave in itertools.product(LAYERS, interleaves):
         cp = rank, ranks, interleave
         world, q, weight = make_layer_world(name)
