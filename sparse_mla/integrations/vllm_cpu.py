@@ -75,7 +75,9 @@ def get_attn_backend_cls(
             f"attention backend CUSTOM, sparse_mla's: {', '.join(reasons)}, "
             f"got {attn_selector_config}"
         )
-    wrap_all([MODELS] * is_sparse + [TABLES, EXCHANGE] * attn_selector_config.use_dcp)
+    modules = [MODELS] if is_sparse else []
+    modules += [TABLES, EXCHANGE] if attn_selector_config.use_dcp else []
+    wrap_all(modules)
     return path
 
 

@@ -162,12 +162,13 @@ def results(tmp_path_factory):
     return lambda name: [np.load(folder / f"{name} {rank}.npy") for rank in range(RANKS)]
 
 
+@pytest.mark.parametrize("merge", ["vLLM", "plugin"])
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize("name", vllm_ranks.LAYERS)
-def test_layers_of_vllm_s_own_merge_ranks(vllm, results, name, interleave):
+def test_layers_of_vllm_s_own_merge_ranks(vllm, results, name, interleave, merge):
     """vLLM's MLAAttention gathers queries, calls our implementation, exchanges and merges the
     parts, and gives each rank the outputs of its heads."""
-    outputs = np.concatenate(results(f"{name} {interleave}"), -1)
+    outputs = np.concatenate(results(f"{name} {interleave} {merge}"), -1)
     vllm_ranks.check_layer(name, outputs, merges=RANKS)
 
 

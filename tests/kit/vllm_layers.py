@@ -36,6 +36,7 @@ def load() -> SimpleNamespace:
         workspace=device.import_quietly("vllm.v1.worker.workspace"),
         ours=device.import_quietly("sparse_mla.integrations.vllm"),
         dense=device.import_quietly("sparse_mla.integrations.vllm_dense"),
+        cpu=device.import_quietly("sparse_mla.integrations.vllm_cpu"),
         indexer=device.import_quietly("sparse_mla.integrations.vllm_indexer"),
         torch=device.import_quietly("torch"),
         put=helpers.Torch().put,

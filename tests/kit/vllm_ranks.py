@@ -174,8 +174,9 @@ def choose_keys(vllm, cp=None) -> np.ndarray:
 
 
 def run_layers(rank: int, ranks: int, interleaves, port: int, folder: str) -> None:
-    """A rank's layers, in a process of its own. The exchange is that of vLLM's layer by gloo, with
-    vLLM's function for the CPU in the place of a Triton kernel."""
+    """A rank's layers, in a process of its own. The exchange is that of vLLM's layer by gloo. Its
+    merge is first vLLM's, with a function for the CPU in the place of a Triton kernel, and then the
+    plugin's for CPUs."""
     vllm = vllm_layers.load()
     vllm.groups.init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
     every = [list(range(ranks))]
@@ -191,7 +192,9 @@ def run_layers(rank: int, ranks: int, interleaves, port: int, folder: str) -> No
     for interleave in interleaves:
         chosen = choose_keys(vllm, (rank, ranks, interleave))
         np.save(Path(folder, f"keys {interleave} {rank}.npy"), chosen)
-    for name, interleave in itertools.product(LAYERS, interleaves):
+    for merge, name, interleave in itertools.product(("vLLM", "plugin"), LAYERS, interleaves):
+        if merge == "plugin":
+            vllm.cpu.wrap_all([vllm.cpu.EXCHANGE])
         cp = rank, ranks, interleave
         world, q, weight = make_layer_world(name)
         batch, array = take_share(world.batch, world.cache.array.view(np.uint8), cp)
@@ -205,4 +208,4 @@ def run_layers(rank: int, ranks: int, interleaves, port: int, folder: str) -> No
             indices=world.topk_indices,
             cp=cp,
         )
-        np.save(Path(folder, f"{name} {interleave} {rank}.npy"), vllm.get(out.float()))
+        np.save(Path(folder, f"{name} {interleave} {merge} {rank}.npy"), vllm.get(out.float()))
