@@ -1,12 +1,16 @@
 """The backend layer as a backend of vLLM, for DeepSeek-V3.2: vLLM's classes, done by ours.
 
-`vllm_dense.py` has those of models without an indexer, DeepSeek V3 and V2.
+`vllm_dense.py` has those of models without an indexer, DeepSeek V3 and V2, and `vllm_indexer.py` an
+indexer for CPUs.
 
 vLLM asks the backend for facts, makes an implementation per layer and a metadata builder per group
 of layers, builds metadata once per step, and calls each implementation. Here the implementation has
 the `Config`, the builder completes it and plans with a `MetadataBuilder`, and `forward_mqa` is
 `SparseMLA.forward`. The top-k positions are those of the layer's indexer; they stay relative to
 their request, because attention itself looks up their pages.
+
+With decode context parallelism (DCP) a rank has the keys of its own tokens alone. vLLM gathers the
+heads of all ranks before `forward_mqa`, and merges the parts that it returns.
 
 docs/engines.md says how to choose this backend, and what it does not serve.
 """
@@ -18,7 +22,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -33,8 +36,6 @@ import sparse_mla
 from sparse_mla.steps.v32 import HEAD_SIZE
 
 __all__ = [
-    "IndexerMetadata",
-    "IndexerMetadataBuilder",
     "SparseMLABackend",
     "SparseMLAImpl",
     "SparseMLAMetadata",
@@ -120,6 +121,8 @@ class SparseMLAMetadata(AttentionMetadata):
         The plan. It is valid until its builder's next `build`.
     num_actual_tokens, num_decodes, num_prefills, num_decode_tokens : int
         Those of `step`.
+    query_start_loc, seq_lens : [R + 1] and [R] int32
+        Those of whole requests. The layer's merge of ranks reads which rows have no keys.
     prefill : None
         A prefill here would make vLLM's layer compute dense attention for it. The prefills are in
         `step`.
@@ -132,6 +135,8 @@ class SparseMLAMetadata(AttentionMetadata):
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
     prefill: None = None
 
 
@@ -141,8 +146,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     Attributes
     ----------
     builder : sparse_mla.MetadataBuilder
-        Its config is that of the first layer, with the block size and device of this builder, and
-        1 + the number of speculative tokens as `decode_threshold`.
+        Its config is that of the first layer, with the block size and device of this builder, 1 +
+        the number of speculative tokens as `decode_threshold`, and the rank as `cp`.
 
     Source: vLLM's FlashMLASparseMetadataBuilder.
     """
@@ -155,12 +160,13 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen=True)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         config = replace(
             layer.impl.config,
             block_size=kv_cache_spec.block_size,
             decode_threshold=self.reorder_batch_threshold,
+            cp=find_rank(layer.impl, vllm_config),
             device=str(device),
         )
         workspace = _prefill_workspace(config, device)
@@ -213,6 +219,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             num_decodes=step.num_decodes,
             num_prefills=step.num_prefills,
             num_decode_tokens=step.num_decode_tokens,
+            query_start_loc=given.query_start_loc,
+            seq_lens=given.seq_lens,
         )
 
 
@@ -224,7 +232,8 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
     Attributes
     ----------
     config : sparse_mla.Config
-        The block size, decode threshold and device are left to the metadata builder.
+        The block size, decode threshold, rank and device are left to the metadata builder. Its
+        heads are those of `forward_mqa`: with DCP those of all ranks, which vLLM gathers.
     topk_indices_buffer : [>= T, K] int32, or None
         The indexer's positions inside each request, -1 = none.
 
@@ -234,7 +243,7 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         Sizes, or a kv_cache_dtype, that `sparse_mla.Config` does not take.
     NotImplementedError
         ALiBi, sliding windows, soft caps, other kinds of attention, layers that share a cache,
-        caches in host memory, context parallelism.
+        caches in host memory, prefill context parallelism.
 
     Source: vLLM's FlashMLASparseImpl.
     """
@@ -242,6 +251,9 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
     is_sparse: ClassVar[bool] = True
     supports_dense_mha_prefill: bool = False
     can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
     def __init__(
@@ -289,7 +301,7 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         max_model_len = engine.model_config.max_model_len
         factor = engine.attention_config.sparse_mla_prefill_workspace_factor
         self.config = sparse_mla.Config(
-            num_heads,
+            num_heads * self.dcp_world_size,
             softmax_scale=scale,
             kv_lora_rank=kv_lora_rank,
             qk_nope_head_dim=qk_nope_head_dim,
@@ -353,7 +365,8 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         attn_metadata: SparseMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend for all tokens of the step: `sparse_mla.SparseMLA.forward`.
+        """Attend for all tokens of the step: `sparse_mla.SparseMLA.forward`. With DCP to the rank's
+        own keys; the result is the rank's part, and rows without a key have 0 and -inf.
 
         Parameters
         ----------
@@ -380,126 +393,28 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         return self.layer.forward(q, kv_c_and_k_pe_cache, indices[:num_tokens], attn_metadata.step)
 
 
-@dataclass
-class IndexerMetadata(AttentionMetadata):
-    """What the indexer of V3.2 reads of a step, on the CPU. See vllm_cpu.py.
-
-    Attributes
-    ----------
-    slot_mapping : [T] int64
-        Where the step's keys go.
-    block_table : [B, W] int32
-    req_id_per_token, context_lens : [T] int32
-        The request of each token, and the keys that it sees.
-    """
-
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    req_id_per_token: torch.Tensor
-    context_lens: torch.Tensor
-
-
-class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
-    """Makes IndexerMetadata of vLLM's CommonAttentionMetadata, whose arrays are the host's."""
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: VllmCommonMetadata,
-        fast_build: bool = False,
-    ) -> IndexerMetadata:
-        """Give each token its request, and the number of keys up to its own.
-
-        Parameters
-        ----------
-        common_prefix_len, fast_build : int and bool
-            Not read.
-        common_attn_metadata : vLLM's CommonAttentionMetadata
-            All of its arrays in host memory.
-
-        Returns
-        -------
-        IndexerMetadata
-        """
-        given, num_tokens = common_attn_metadata, common_attn_metadata.num_actual_tokens
-        starts = given.query_start_loc_cpu
-        ids = torch.repeat_interleave(torch.arange(given.num_reqs), starts.diff())
-        behind = starts[ids + 1] - torch.arange(num_tokens) - 1  # its request's later tokens
-        lens = (given.seq_lens[ids] - behind).int()
-        slots = given.slot_mapping[:num_tokens]
-        return IndexerMetadata(slots, given.block_table_tensor, ids.int(), lens)
-
-
-@torch.library.custom_op("sparse_mla_vllm::index", mutates_args=("topk_indices",))
-def index(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    topk_indices: torch.Tensor,
-    softmax_scale: float,
-    layer: str,
-) -> None:
-    """Write a step's keys to the indexer's cache, then choose each token's best keys.
-
-    Parameters
-    ----------
-    q : [>= T, Hi, 128] bf16
-        After RoPE, as k is.
-    k : [>= T, 128] bf16
-    weights : [>= T, Hi] bf16
-    topk_indices : [>= T, K] int32, written
-        Positions inside a token's request, -1 = none.
-    softmax_scale : float
-    layer : str
-        The name of the indexer's cache, which finds it and its metadata in vLLM's forward context.
-        Without metadata, while vLLM measures its memory, nothing is done.
-
-    Raises
-    ------
-    TypeError, ValueError, MemoryError
-        Those of `indexer_k_quant_and_cache`, `fused_indexer_q_rope_quant` and `lightning_indexer`.
-    """
-    context = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):
-        return
-    step, cache = context.attn_metadata[layer], context.no_compile_layers[layer].kv_cache
-    num_tokens = len(step.context_lens)
-    logger.info_once("sparse_mla: lightning_indexer chooses %d keys", topk_indices.shape[1])
-    sparse_mla.indexer_k_quant_and_cache(k, cache, step.slot_mapping)
-    q8, scaled = sparse_mla.fused_indexer_q_rope_quant(
-        q[:num_tokens],
-        weights[:num_tokens],
-        torch.zeros(num_tokens, dtype=torch.int32),
-        torch.tensor([[1.0] * 32 + [0.0] * 32]),  # turned already: cosines are 1, sines 0
-        softmax_scale=softmax_scale,
-        head_scale=q.shape[1] ** -0.5,
-    )
-    sparse_mla.lightning_indexer(
-        q8,
-        scaled,
-        cache,
-        step.context_lens,
-        k=topk_indices.shape[1],
-        block_table=step.block_table,
-        req_id_per_token=step.req_id_per_token,
-        out=topk_indices[:num_tokens],
-    )
+def find_rank(layer: Any, vllm_config: Any) -> tuple[int, int, int] | None:
+    """A layer's share of a cache that is split by tokens (DCP), as `cp` of `sparse_mla.Config` and
+    `sparse_mla.mla_attention` has it; None for a whole cache. Builders ask for it, because vLLM may
+    set the interleave after it has made the layers."""
+    if layer.dcp_world_size == 1:
+        return None
+    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+    return layer.dcp_rank, layer.dcp_world_size, interleave
 
 
 def refuse(impl: MLAAttentionImpl[Any], **given: Any) -> None:
-    """A NotImplementedError that names the first option of a layer which is not None, or context
-    parallelism, which no layer serves."""
-    is_parallel = impl.dcp_world_size * impl.pcp_world_size > 1
-    given["context parallelism"] = is_parallel or None
+    """A NotImplementedError that names the first option of a layer which is not None, or prefill
+    context parallelism, which no layer serves."""
+    kind = type(impl).__name__
     for name, value in given.items():
         if value is not None:
-            raise NotImplementedError(f"{type(impl).__name__}: {name} = {value!r} is not served")
+            raise NotImplementedError(f"{kind}: {name} = {value!r} is not served")
+    if impl.pcp_world_size > 1:
+        raise NotImplementedError(
+            f"{kind}: prefill context parallelism of {impl.pcp_world_size} ranks is not served; "
+            "decode context parallelism is"
+        )
 
 
 def _prefill_workspace(config: sparse_mla.Config, device: torch.device) -> torch.Tensor | None:

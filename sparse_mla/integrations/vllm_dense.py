@@ -3,7 +3,9 @@
 vLLM's layer gives `forward_mha` all tokens of a step, and `DenseMLA.forward` does the rest: it
 writes the cache, and takes for the step the path that costs less. The layer absorbs nothing.
 A cache of `fp8` is another: rows of 576 e4m3 values with the layer's scale, which
-`paged_attention` reads as one head of keys. There vLLM's layer absorbs all tokens.
+`paged_attention` reads as one head of keys. There vLLM's layer absorbs all tokens, and so it does
+with decode context parallelism (DCP), on any cache: it gathers the heads of all ranks, and
+`forward_mqa` gives it the part of the rank's own keys, to merge.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmCommonMetadata
 
 import sparse_mla
-from sparse_mla.integrations.vllm import SparseMLABackend, logger, refuse
+from sparse_mla.integrations.vllm import SparseMLABackend, find_rank, logger, refuse
 from sparse_mla.steps.dense import LATENT
 from sparse_mla.steps.v32 import HEAD_SIZE
 
@@ -76,14 +78,15 @@ class DenseMLAMetadata(AttentionMetadata):
     Attributes
     ----------
     num_actual_tokens, num_decodes, num_prefills, num_decode_tokens : int
-        Decodes are what vLLM's layer absorbs: nothing, or with `fp8` all requests.
-    common : vLLM's CommonAttentionMetadata
-        The step's arrays, which `fp8` reads.
+        Decodes are what vLLM's layer absorbs: nothing, or with `fp8` or DCP all requests.
+    decode : vLLM's CommonAttentionMetadata
+        The step's arrays, which `forward_mqa` reads, and the layer's merge of ranks.
+    query_start_loc : [R + 1] int32
     step : sparse_mla.dense.Metadata or None
-        The plan of the other caches. It is valid until its builder's next `build`.
+        The plan of `forward_mha`. It is valid until its builder's next `build`.
+    cp : (rank, ranks, interleave) or None
+        The rank of DCP.
     prefill : None
-    decode : bool
-        True, because the layer wants something there.
 
     Source: vLLM's MLACommonMetadata.
     """
@@ -92,10 +95,11 @@ class DenseMLAMetadata(AttentionMetadata):
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
-    common: VllmCommonMetadata
+    decode: VllmCommonMetadata
+    query_start_loc: torch.Tensor
     step: sparse_mla.dense.Metadata | None
+    cp: tuple[int, int, int] | None
     prefill: None = None
-    decode: bool = True
 
 
 class DenseMLAMetadataBuilder(AttentionMetadataBuilder[DenseMLAMetadata]):
@@ -104,9 +108,11 @@ class DenseMLAMetadataBuilder(AttentionMetadataBuilder[DenseMLAMetadata]):
     Attributes
     ----------
     builder : sparse_mla.dense.MetadataBuilder or None
-        None for a cache of `fp8`, which needs no plan. Its config is that of the first layer, with
-        the block size and device of this builder, and 1 + the number of speculative tokens as
-        `decode_threshold`.
+        None for a cache of `fp8` and with DCP, which need no plan. Its config is that of the first
+        layer, with the block size and device of this builder, and 1 + the number of speculative
+        tokens as `decode_threshold`.
+    cp : (rank, ranks, interleave) or None
+        The rank of DCP.
 
     Source: vLLM's MLACommonMetadataBuilder.
     """
@@ -115,11 +121,12 @@ class DenseMLAMetadataBuilder(AttentionMetadataBuilder[DenseMLAMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        config = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.config
-        self.builder = config and sparse_mla.dense.MetadataBuilder(
+        self._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen=True)
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        self.cp = find_rank(impl, vllm_config)
+        self.builder = impl.config and sparse_mla.dense.MetadataBuilder(
             replace(
-                config,
+                impl.config,
                 block_size=kv_cache_spec.block_size,
                 decode_threshold=self.reorder_batch_threshold,
                 device=str(device),
@@ -150,26 +157,34 @@ class DenseMLAMetadataBuilder(AttentionMetadataBuilder[DenseMLAMetadata]):
         TypeError, ValueError
             Those of `sparse_mla.dense.MetadataBuilder.build`.
         """
-        given = common_attn_metadata
-        num_tokens, num_reqs = given.num_actual_tokens, given.num_reqs
-        if self.builder is None:
-            return DenseMLAMetadata(num_tokens, num_reqs, 0, num_tokens, given, None)
-        step = self.builder.build(
-            sparse_mla.CommonAttentionMetadata(
-                given.query_start_loc,
-                given.seq_lens,
-                given.slot_mapping,
-                given.block_table_tensor,
-                query_start_loc_cpu=given.query_start_loc_cpu,
-                num_reqs=num_reqs,
-                num_actual_tokens=num_tokens,
+        given, step = common_attn_metadata, None
+        if self.builder is not None:
+            step = self.builder.build(
+                sparse_mla.CommonAttentionMetadata(
+                    given.query_start_loc,
+                    given.seq_lens,
+                    given.slot_mapping,
+                    given.block_table_tensor,
+                    query_start_loc_cpu=given.query_start_loc_cpu,
+                    num_reqs=given.num_reqs,
+                    num_actual_tokens=given.num_actual_tokens,
+                )
             )
+        return DenseMLAMetadata(
+            num_actual_tokens=given.num_actual_tokens,
+            num_decodes=given.num_reqs if step is None else 0,
+            num_prefills=0 if step is None else given.num_reqs,
+            num_decode_tokens=given.num_actual_tokens if step is None else 0,
+            decode=given,
+            query_start_loc=given.query_start_loc,
+            step=step,
+            cp=self.cp,
         )
-        return DenseMLAMetadata(num_tokens, 0, num_reqs, 0, given, step)
 
 
 class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
-    """One layer's attention: `sparse_mla.dense.DenseMLA`, for all tokens of a step.
+    """One layer's attention: `sparse_mla.dense.DenseMLA`, for all tokens of a step, or what
+    `forward_mqa` says.
 
     It is made while vLLM's config is current, as vLLM's layer does.
 
@@ -177,7 +192,7 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
     ----------
     config : sparse_mla.dense.Config or None
         The block size, decode threshold and device are left to the metadata builder. None for a
-        cache of `fp8`.
+        cache of `fp8` and with DCP.
     layer : sparse_mla.dense.DenseMLA or None
         Made by `process_weights_after_loading`.
 
@@ -187,13 +202,16 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
         Sizes, or a kv_cache_dtype, that `sparse_mla.dense.Config` does not take.
     NotImplementedError
         ALiBi, sliding windows, soft caps, other kinds of attention, layers that share a cache,
-        context parallelism.
+        prefill context parallelism.
 
     Source: vLLM's MLACommonImpl.
     """
 
     is_sparse: ClassVar[bool] = False
     can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_quant_query_input: bool = False
     supports_pcp: bool = False
 
@@ -236,7 +254,7 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_b_proj = kv_b_proj
         self.layer: sparse_mla.dense.DenseMLA | None = None
-        config = sparse_mla.dense.Config(  # it checks the sizes, for `fp8` too
+        config = sparse_mla.dense.Config(  # it checks the sizes, also where it is not used
             num_heads,
             softmax_scale=scale,
             kv_lora_rank=kv_lora_rank,
@@ -248,7 +266,8 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
             max_num_batched_tokens=engine.scheduler_config.max_num_batched_tokens,
             max_model_len=engine.model_config.max_model_len,
         )
-        self.config = None if kv_cache_dtype in E4M3 else config
+        is_absorbed = kv_cache_dtype in E4M3 or self.dcp_world_size > 1
+        self.config = None if is_absorbed else config
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Make the layer of the weights that vLLM has loaded; e4m3 ones become bf16."""
@@ -264,17 +283,25 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: Any,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Write the step's keys to a cache of `fp8`: `sparse_mla.reshape_and_cache` divides them by
-        `k_scale`. Others are written by `DenseMLA.forward`."""
-        if self.config is None and kv_cache.numel():
+        """Write the step's keys for `forward_mqa`; those of `forward_mha` are written by
+        `DenseMLA.forward`. A cache of `fp8` has them divided by `k_scale`."""
+        if self.config is not None or not kv_cache.numel():
+            return
+        slots = slot_mapping.flatten()
+        if self.kv_cache_dtype in E4M3:
             sparse_mla.reshape_and_cache(
                 k_pe,
                 kv_c_normed[:, None],
                 *_split(kv_cache),
-                slot_mapping.flatten(),
+                slots,
                 k_scale=k_scale,
                 v_scale=k_scale,
+            )
+        else:
+            sparse_mla.concat_and_cache_mla(
+                kv_c_normed, k_pe.squeeze(1), kv_cache, slots, kv_cache_dtype=kv_cache_dtype
             )
 
     def forward_mha(
@@ -326,15 +353,17 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
         attn_metadata: DenseMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend for all tokens of the step to a cache of `fp8`: `sparse_mla.paged_attention`.
+        """Attend for all tokens of the step to a cache of `fp8`, by `sparse_mla.paged_attention`,
+        or with DCP to any cache, by `sparse_mla.mla_attention`. With DCP the result is the part of
+        the rank's own keys, for the heads of all ranks; rows without a key have 0 and -inf.
 
         Parameters
         ----------
         q : [T, H, 576] bf16, or the pair (ql_nope, q_pe): [T, H, 512] and [T, H, 64]
-        kv_c_and_k_pe_cache : [pages, block_size, 576] e4m3
+        kv_c_and_k_pe_cache : [pages, block_size, row], row = 576 e4m3, 576 bf16 or 656 bytes
         attn_metadata : DenseMLAMetadata
         layer : vLLM's layer
-            Its `_k_scale` is the cache's.
+            Its `_k_scale` is that of a cache of `fp8`.
 
         Returns
         -------
@@ -343,23 +372,32 @@ class DenseMLAImpl(MLAAttentionImpl[DenseMLAMetadata]):
         Raises
         ------
         TypeError, ValueError, BufferError, RuntimeError, MemoryError
-            Those of `sparse_mla.paged_attention`.
+            Those of `sparse_mla.paged_attention` and `sparse_mla.mla_attention`.
         """
+        common = attn_metadata.decode
+        keys = common.block_table_tensor, common.seq_lens
+        options: dict[str, Any] = {
+            "cu_seqlens_q": common.query_start_loc,
+            "causal": True,
+            "softmax_scale": self.scale,
+            "cp": attn_metadata.cp,
+            "max_seqlen_q": common.max_query_len,
+        }
+        if self.kv_cache_dtype not in E4M3:
+            logger.info_once(
+                "sparse_mla: mla_attention attends, with a cache of %s", self.kv_cache_dtype
+            )
+            return sparse_mla.mla_attention(q, kv_c_and_k_pe_cache, *keys, **options)
         logger.info_once("sparse_mla: paged_attention attends, with a cache of fp8_e4m3")
         nope, rope = q if isinstance(q, tuple) else (q[..., :LATENT], q[..., LATENT:])
-        common = attn_metadata.common
         return sparse_mla.paged_attention(
             rope,
             *_split(kv_c_and_k_pe_cache),
-            common.block_table_tensor,
-            common.seq_lens,
-            cu_seqlens_q=common.query_start_loc,
+            *keys,
             qv=nope,
-            causal=True,
-            softmax_scale=self.scale,
             k_descale=layer._k_scale,
             v_descale=layer._k_scale,
-            max_seqlen_q=common.max_query_len,
+            **options,
         )
 
 

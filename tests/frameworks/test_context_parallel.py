@@ -4,7 +4,6 @@ tokens are those of one process, and a rank that is lost makes the others fail i
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from deepseek_models import load_example
-from helpers import environment_of_python, find_framework, run_python
+from helpers import environment_of_python, find_framework, free_port, run_python
 
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parents[2] / "examples" / "context_parallel.py"
@@ -47,12 +46,6 @@ def start(rank: int, ranks: int, port: int, *options: str) -> subprocess.Popen[s
         stderr=subprocess.STDOUT,
         env=environment_of_python(environment),
     )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.mark.parametrize(

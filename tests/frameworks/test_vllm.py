@@ -1,15 +1,8 @@
 """vLLM's plugin: vLLM's own classes, of the released wheel, with our backend behind them."""
 
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.metadata
 import inspect
 import os
-import sys
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
-from typing import ClassVar
+from types import SimpleNamespace
 
 import cases
 import device
@@ -18,56 +11,45 @@ import helpers
 import numpy as np
 import pytest
 import reference as ref
+import vllm_layers
 from entry_points import write_entry_point
 from helpers import assert_same_bits
 from library import sparse_mla
-from vllm_layers import impl_options
+from vllm_layers import TOPK, common_of, engine_of, exact_projection, run_layer
 
 pytestmark = pytest.mark.vllm
-
-PREFIX = "model.layers.0.self_attn.attn"
-TOPK = 48
 
 
 @pytest.fixture(scope="module")
 def vllm():
-    """vLLM's modules, and those of this project that import them."""
-    helpers.find_framework("vllm")
-    return SimpleNamespace(
-        backend=device.import_quietly("vllm.v1.attention.backend"),
-        registry=device.import_quietly("vllm.v1.attention.backends.registry"),
-        config=device.import_quietly("vllm.config"),
-        forward_context=device.import_quietly("vllm.forward_context"),
-        spec=device.import_quietly("vllm.v1.kv_cache_interface"),
-        workspace=device.import_quietly("vllm.v1.worker.workspace"),
-        ours=device.import_quietly("sparse_mla.integrations.vllm"),
-        torch=device.import_quietly("torch"),
-        put=helpers.Torch().put,
-        get=helpers.Torch().get,
-    )
+    return vllm_layers.load()
 
 
 # ---- Contract ------------------------------------------------------------------------------------
 
 PAIRS = [
-    ("SparseMLABackend", "AttentionBackend"),
-    ("SparseMLAMetadataBuilder", "AttentionMetadataBuilder"),
-    ("SparseMLAImpl", "MLAAttentionImpl"),
+    (kind, name, base)
+    for kind, prefix in (("ours", "Sparse"), ("dense", "Dense"))
+    for name, base in (
+        (f"{prefix}MLABackend", "AttentionBackend"),
+        (f"{prefix}MLAMetadataBuilder", "AttentionMetadataBuilder"),
+        (f"{prefix}MLAImpl", "MLAAttentionImpl"),
+    )
 ]
 
 
-@pytest.mark.parametrize(("name", "base"), PAIRS)
-def test_every_abstract_method_is_there(vllm, name, base):
-    ours, theirs = getattr(vllm.ours, name), getattr(vllm.backend, base)
+@pytest.mark.parametrize(("kind", "name", "base"), PAIRS)
+def test_every_abstract_method_is_there(vllm, kind, name, base):
+    ours, theirs = getattr(getattr(vllm, kind), name), getattr(vllm.backend, base)
     assert issubclass(ours, theirs)
     assert theirs.__abstractmethods__
     assert not ours.__abstractmethods__
 
 
-@pytest.mark.parametrize(("name", "base"), PAIRS)
-def test_signatures_take_what_vllm_passes(vllm, name, base):
+@pytest.mark.parametrize(("kind", "name", "base"), PAIRS)
+def test_signatures_take_what_vllm_passes(vllm, kind, name, base):
     """Our parameters begin with vLLM's, in order and with its defaults; more have defaults."""
-    ours, theirs = getattr(vllm.ours, name), getattr(vllm.backend, base)
+    ours, theirs = getattr(getattr(vllm, kind), name), getattr(vllm.backend, base)
     shared = [
         n for n, f in vars(ours).items() if inspect.isroutine(f) or isinstance(f, staticmethod)
     ]
@@ -90,12 +72,14 @@ def test_facts(vllm):
     assert [backend.supports_head_size(n) for n in (512, 576)] == [False, True]
     assert [backend.supports_dtype(t) for t in (torch.float16, torch.bfloat16)] == [False, True]
     assert backend.get_kv_cache_shape(3, 64, cache_dtype_str="fp8_ds_mla") == (3, 64, 656)
-    assert (backend.supports_pcp(), backend.supports_dcp()) == (False, False)
+    assert (backend.supports_pcp(), backend.supports_dcp()) == (False, True)
     support = vllm.backend.AttentionCGSupport.UNIFORM_BATCH
     assert backend.get_builder_cls().get_cudagraph_support(None, None) is support
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "fp8_ds_mla", "block_size": 128}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_cache_dtype": "fp8_ds_mla", "block_size": 128}, {"use_dcp": True}]
+)
 def test_vllm_validates_what_is_served(vllm, changes):
     assert refusals(vllm, **changes) == []
 
@@ -109,7 +93,6 @@ def test_vllm_validates_what_is_served(vllm, changes):
         ({"use_mla": False}, "non-MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
         ({"use_pcp": True}, "PCP not supported"),
-        ({"use_dcp": True}, "DCP not supported"),
         ({"device_capability": (7, 5)}, "compute capability not supported"),
     ],
 )
@@ -183,72 +166,6 @@ def test_the_plugin_leaves_another_s_backend_alone(vllm, installed):
 # ---- Steps ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def engine_of(vllm, *, num_heads, fp8, speculative=None, **given):
-    """vLLM's config of a small DeepSeek-V3.2, a layer's implementation and its group's builder.
-
-    Plain numbers stand for vLLM's ModelConfig, which imports the model, and for its ParallelConfig,
-    which imports the executors.
-    """
-    configs = SimpleNamespace(
-        model_config=SimpleNamespace(
-            max_model_len=512, hf_text_config=SimpleNamespace(index_topk=TOPK)
-        ),
-        scheduler_config=vllm.config.SchedulerConfig(
-            max_model_len=512,
-            is_encoder_decoder=False,
-            max_num_batched_tokens=512,
-            max_num_seqs=16,
-        ),
-        attention_config=vllm.config.AttentionConfig(),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        speculative_config=speculative,
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        use_v2_model_runner=True,
-    )
-    context = importlib.import_module("vllm.config.vllm")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "_current_vllm_config", configs)
-        impl = make_impl(vllm, num_heads=num_heads, fp8=fp8, **given)
-    configs.compilation_config.static_forward_context[PREFIX] = SimpleNamespace(impl=impl)
-    spec = SimpleNamespace(block_size=64)
-    yield (
-        impl,
-        vllm.ours.SparseMLAMetadataBuilder(spec, [PREFIX], configs, vllm.torch.device("cpu")),
-    )
-
-
-def make_impl(vllm, *, num_heads=16, fp8=True, **given):
-    options = {
-        "num_heads": num_heads,
-        "kv_cache_dtype": "fp8_ds_mla" if fp8 else "auto",
-        "indexer": None,
-        "topk_indices_buffer": None,
-    }
-    return vllm.ours.SparseMLAImpl(**impl_options(**options | given))
-
-
-def common_of(vllm, batch, **changes):
-    """The step's batch as vLLM's own CommonAttentionMetadata."""
-    starts, lens, slots, table = (
-        vllm.torch.from_numpy(x)
-        for x in (batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.block_table)
-    )
-    options = {
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts,
-        "seq_lens": lens,
-        "seq_lens_cpu_upper_bound": lens,
-        "num_reqs": batch.num_reqs,
-        "num_actual_tokens": batch.num_actual_tokens,
-        "max_query_len": int(np.diff(batch.query_start_loc).max()),
-        "max_seq_len": int(batch.seq_lens.max()),
-        "block_table_tensor": table,
-        "slot_mapping": slots,
-    }
-    return vllm.backend.CommonAttentionMetadata(**options | changes)
-
-
 @pytest.mark.parametrize("as_pair", [False, True], ids=["one", "pair"])
 @pytest.mark.parametrize(
     ("num_heads", "fp8", "path"), [(16, True, "mixed"), (33, True, "separate"), (16, False, "bf16")]
@@ -287,103 +204,27 @@ def test_forward_is_sparse_mla_s(vllm, num_heads, fp8, path, as_pair):
 
 # ---- A layer of vLLM's own -----------------------------------------------------------------------
 
-# The layer imports these for disaggregated serving and for images. Nothing here runs them, and they
-# would need thirty more packages.
-LEFT_OUT = ("vllm.distributed.kv_transfer", "vllm.multimodal")
-
-
-class EmptyModule(ModuleType):
-    """Every public name in it is an empty class."""
-
-    __path__: ClassVar = []
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class LeftOut(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith(LEFT_OUT):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return EmptyModule(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-@pytest.fixture(scope="module")
-def mla_attention(vllm):
-    """vLLM's module of its MLA layer."""
-    finder = LeftOut()
-    sys.meta_path.insert(0, finder)
-    try:
-        return device.import_quietly("vllm.model_executor.layers.attention.mla_attention")
-    finally:
-        sys.meta_path.remove(finder)
-
-
-def exact_projection(rng, num_heads):
-    """kv_b_proj.weight [H * (128 + 128), 512]: each row has one power of two, so that any order of
-    summation gives the same bits."""
-    weight = np.zeros((num_heads, 256, 512), np.float32)
-    for head in weight:
-        columns = np.concatenate([rng.permutation(512)[:128] for _ in range(2)])
-        head[np.arange(256), columns] = 2.0 ** rng.integers(-1, 2, 256)
-    return weight.reshape(-1, 512).astype(ref.BF16)
-
 
 @pytest.mark.parametrize(
     ("num_heads", "fp8", "path"), [(16, True, "mixed"), (33, True, "separate"), (16, False, "bf16")]
 )
-def test_a_layer_of_vllm_s_own_is_sparse_mla_s(vllm, mla_attention, num_heads, fp8, path):
+def test_a_layer_of_vllm_s_own_is_sparse_mla_s(vllm, num_heads, fp8, path):
     """vLLM's MLAAttention writes the step's keys, absorbs the queries, attends by our
     implementation, and multiplies the results by W_UV, as SparseMLA's functions do."""
-    torch, rng = vllm.torch, np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     step = engine.make_step(engine.engine_batch(), num_heads, topk=TOPK)
     num_tokens = len(step.q)
     cache = step.fp8_cache.copy() if fp8 else step.bf16_cache(sparse_mla)
     kv_c, k_pe = (cases.random_bf16(rng, num_tokens, n) for n in (512, 64))
     q = cases.random_bf16(rng, num_tokens, num_heads, 192)
     weight = exact_projection(rng, num_heads)
-    indices = vllm.put(step.topk_indices)
-
-    with layer_configs(vllm, mla_attention) as configs:
-        layer = mla_attention.MLAAttention(
-            num_heads,
-            engine.SCALE,
-            128,
-            64,
-            128,
-            q_lora_rank=1536,
-            kv_lora_rank=512,
-            kv_b_proj=SimpleNamespace(weight=vllm.put(weight), quant_method=None),
-            cache_config=SimpleNamespace(
-                cache_dtype="fp8_ds_mla" if fp8 else "auto",
-                kv_cache_dtype_skip_layers=[],
-                enable_prefix_caching=False,
-            ),
-            prefix=PREFIX,
-            use_sparse=True,
-            topk_indices_buffer=indices,
-        )
-        layer.process_weights_after_loading(torch.bfloat16)
-        assert type(layer.impl) is vllm.ours.SparseMLAImpl
-        layer.bind_kv_cache(vllm.put(cache.copy())[:, None])
-        spec = SimpleNamespace(block_size=64)
-        builder = vllm.ours.SparseMLAMetadataBuilder(spec, [PREFIX], configs, torch.device("cpu"))
-        metadata = builder.build(0, common_of(vllm, step.batch))
-        assert metadata.step.path == path
-        slots = vllm.put(step.batch.slot_mapping)
-        forward = vllm.forward_context
-        context = forward.ForwardContext({PREFIX: layer}, {PREFIX: metadata}, {PREFIX: slots})
-        with forward.override_forward_context(context):
-            shape = torch.Size((num_tokens, num_heads * 128))
-            got = layer(vllm.put(q), vllm.put(kv_c), vllm.put(k_pe)[:, None], output_shape=shape)
+    layer, metadata, got = run_layer(
+        *(vllm, step.batch, vllm.put(cache.copy()), q, kv_c, k_pe, weight),
+        cache_dtype="fp8_ds_mla" if fp8 else "auto",
+        indices=step.topk_indices,
+    )
+    assert type(layer.impl) is vllm.ours.SparseMLAImpl
+    assert metadata.step.path == path
 
     options = engine.config(
         sparse_mla,
@@ -402,31 +243,6 @@ def test_a_layer_of_vllm_s_own_is_sparse_mla_s(vllm, mla_attention, num_heads, f
     assert np.abs(want.astype(np.float32)).max() > 0
     assert_same_bits(vllm.get(got), want)
     assert_same_bits(vllm.get(layer.kv_cache), cache)
-
-
-@contextmanager
-def layer_configs(vllm, mla_attention):
-    """vLLM's current config with our backend chosen as a user chooses it, by the name CUSTOM."""
-    from sparse_mla_vllm import register
-
-    register()
-    custom = vllm.registry.AttentionBackendEnum.CUSTOM
-    with engine_of(vllm, num_heads=16, fp8=True) as (_, builder):
-        configs = builder.vllm_config
-    configs.compilation_config = vllm.config.CompilationConfig(custom_ops=["none"])
-    configs.attention_config = vllm.config.AttentionConfig(backend=custom)
-    configs.kernel_config = SimpleNamespace(enable_jit_warmup=False)
-    configs.parallel_config = SimpleNamespace(
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
-        pcp_shard_decode_requests=False,
-    )
-    context = importlib.import_module("vllm.config.vllm")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "_current_vllm_config", configs)
-        # A machine without a GPU has no platform that would ask the enum's member for its class.
-        patch.setattr(mla_attention, "get_attn_backend", lambda *_, **__: custom.get_class())
-        yield configs
 
 
 # ---- The rest of the layer's protocol ------------------------------------------------------------

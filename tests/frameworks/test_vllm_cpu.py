@@ -39,6 +39,31 @@ def test_a_model_is_served(tmp_path, kind, kv_cache_dtype, bound):
     print(f"{kind} on {kv_cache_dtype}: {served.seconds:.0f} s")
 
 
+@pytest.mark.parametrize(
+    ("kind", "kv_cache_dtype", "interleave", "bound"),
+    [("v32", "fp8_ds_mla", 16, 0.08), ("v3", "auto", 1, 0.03)],
+)
+def test_two_processes_share_each_request_s_cache(
+    tmp_path, kind, kv_cache_dtype, interleave, bound
+):
+    """Decode context parallelism: each has half of the heads and of the tokens' rows."""
+    path = write_entry_point(tmp_path / "plugin")
+    model, prompts = models.write_model(tmp_path / "model", kind), models.make_prompts()
+    options = {"attention_backend": "CUSTOM", "kv_cache_dtype": kv_cache_dtype}
+    options |= {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    served = vllm_models.serve(
+        *(tmp_path, model, [prompts, prompts]),
+        path=path,
+        env=vllm_models.bind_two(),
+        cp_kv_cache_interleave_size=interleave,
+        **options,
+    )
+    models.check(models.load_eager(model), prompts, served, bound)
+    vllm_models.check_cached(served, ranks=2)
+    vllm_models.check_log(served.log, kind, kv_cache_dtype, ranks=2)
+    print(f"{kind} on {kv_cache_dtype}, two ranks: {served.seconds:.0f} s")
+
+
 # ---- Plugin --------------------------------------------------------------------------------------
 
 LOAD = """
@@ -90,7 +115,7 @@ def vllm(monkeypatch):
         "selector": "vllm.v1.attention.selector",
         "backend": "vllm.v1.attention.backend",
         "config": "vllm.config.vllm",
-        "ours": "sparse_mla.integrations.vllm",
+        "indexer": "sparse_mla.integrations.vllm_indexer",
         "dense": "sparse_mla.integrations.vllm_dense",
         "cpu": "sparse_mla.integrations.vllm_cpu",
         "plugin": "sparse_mla_vllm",
@@ -138,6 +163,7 @@ def test_models_with_and_without_an_indexer(vllm, use_sparse, kv_cache_dtype):
         ({"kv_cache_dtype": "fp8", "use_sparse": True}, "kv_cache_dtype not supported"),
         ({"use_mla": False}, "non-MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
     ],
 )
 def test_layers_that_are_not_served(vllm, changes, reason):
@@ -163,6 +189,16 @@ WRAPS = [
         "vllm.model_executor.models.deepseek_v2",
         "Indexer.forward",
         "(self, hidden_states, qr, positions, rotary_emb)",
+    ),
+    (
+        "vllm.v1.worker.block_table",
+        "BlockTable.compute_slot_mapping",
+        "(self, num_reqs, query_start_loc, positions)",
+    ),
+    (
+        "vllm.v1.attention.ops.dcp",
+        "MLADCPManager._init_combine",
+        "(self, num_heads, head_dim, dtype, is_lse_base_on_e, use_pcp)",
     ),
 ]
 
@@ -196,7 +232,7 @@ def test_a_target_that_is_not_as_it_was(vllm, monkeypatch, module, name, paramet
         if is_selector:
             update(vllm, SimpleNamespace(backend=vllm.custom, backend_per_kind={}))
         else:
-            select(vllm, vllm.custom, use_sparse=True)
+            select(vllm, vllm.custom, use_sparse=True, use_dcp=True)
     assert text in str(raised.value)
     assert helpers.re.search(got, str(raised.value))
     untouched = [key for key in WRAPS if key[:2] != (module, name) and "platforms" not in key[0]]
@@ -230,6 +266,8 @@ def engine_config(vllm, **changes):
         "cache_dtype": "auto",
         "text": SimpleNamespace(model_type="deepseek_v3"),
         "custom_ops": ["all", "+rotary_embedding"],
+        "dcp": 1,
+        "drafts": None,
     } | changes
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=vllm.custom, backend_per_kind={}),
@@ -241,6 +279,8 @@ def engine_config(vllm, **changes):
             enable_prefix_caching=True,
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=given["dcp"]),
+        speculative_config=given["drafts"],
         compilation_config=SimpleNamespace(custom_ops=given["custom_ops"]),
     )
 
@@ -302,6 +342,30 @@ def test_v4_is_refused_by_name(vllm, model_type):
     assert config.compilation_config.custom_ops == ["all", "+rotary_embedding"]
 
 
+@pytest.mark.parametrize("use_sparse", [True, False])
+@pytest.mark.parametrize("use_dcp", [True, False])
+def test_functions_of_dcp_are_wrapped_where_it_is_used(vllm, use_sparse, use_dcp):
+    select(vllm, vllm.custom, use_sparse=use_sparse, use_dcp=use_dcp)
+    wanted = {"platforms": True, "models": use_sparse, "worker": use_dcp, "attention": use_dcp}
+    for module, name in vllm.cpu.WRAPS:
+        owner, method = name.split(".")
+        found = vars(getattr(device.import_quietly(module), owner))[method]
+        is_wrapped = hasattr(getattr(found, "__func__", found), "__wrapped__")
+        assert [is_wrapped] == [value for word, value in wanted.items() if word in module], name
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model", "ngram"])
+def test_drafts_of_a_model_are_refused_with_dcp(vllm, method):
+    drafts = SimpleNamespace(method=method)
+    vllm.cpu.check_and_update_config(force, None, engine_config(vllm, drafts=drafts))
+    config = engine_config(vllm, drafts=drafts, dcp=2)
+    if method == "ngram":
+        vllm.cpu.check_and_update_config(force, None, config)
+    else:
+        with pytest.raises(NotImplementedError, match=f"drafts of '{method}' are not served with"):
+            vllm.cpu.check_and_update_config(force, None, config)
+
+
 # ---- Indexer's and dense metadata, and the cache of fp8 ------------------------------------------
 
 
@@ -332,7 +396,8 @@ def common_of(vllm, query_lens, seq_lens, block_size=64):
 
 def test_what_the_indexer_knows_of_tokens(vllm):
     common, positions = common_of(vllm, [1, 0, 4, 3], [70, 5, 4, 130])
-    builder = object.__new__(vllm.ours.IndexerMetadataBuilder)
+    builder = object.__new__(vllm.indexer.IndexerMetadataBuilder)
+    builder.cp = None
     step = builder.build(0, common)
     assert step.req_id_per_token.tolist() == [0, 2, 2, 2, 2, 3, 3, 3]
     assert step.context_lens.tolist() == (positions + 1).tolist()
@@ -370,7 +435,7 @@ def run_fp8(vllm, scale):
     pages = cache.view(torch.uint8)  # as vLLM's layer has it
     impl.do_kv_cache_update(kv_c, k_pe, pages, common.slot_mapping, "fp8", k_scale)
     builder = object.__new__(vllm.dense.DenseMLAMetadataBuilder)
-    builder.builder = None
+    builder.builder = builder.cp = None
     metadata = builder.build(0, common)
     q = torch.randn(21, 4, 512).bfloat16(), torch.randn(21, 4, 64).bfloat16()
     layer = SimpleNamespace(_k_scale=k_scale)
@@ -387,7 +452,7 @@ def test_a_cache_of_fp8_has_rows_of_576_with_the_layer_s_scale(vllm, scale):
     assert_same_bits(
         rows[common.slot_mapping].view(torch.uint8).numpy(), want.view(torch.uint8).numpy()
     )
-    assert (metadata.num_decode_tokens, metadata.num_prefills, metadata.decode) == (21, 0, True)
+    assert (metadata.num_decode_tokens, metadata.num_prefills, metadata.decode) == (21, 0, common)
 
     keys = (cache.double() * scale).view(-1, 576)
     for token in range(21):

@@ -97,13 +97,16 @@ def test_fewer_keys_than_tokens(tmp_path, path):
     assert found.worst > 0.1
 
 
-@pytest.mark.parametrize("kind", ["v32", "v3"])
-def test_drafts_change_no_token(tmp_path, path, kind):
+@pytest.mark.parametrize(("kind", "ranks"), [("v32", 1), ("v3", 1), ("v3", 2)])
+def test_drafts_change_no_token(tmp_path, path, kind, ranks):
     """Drafts of 3 tokens, looked up in the prompts, which repeat themselves."""
     model, prompts = prepare(tmp_path, kind)
     prompts = [(prompt * 3)[: max(len(prompt), 20)] for prompt in prompts]
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     options = {"enforce_eager": True, "path": path, **CUSTOM}
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+        options |= {"cp_kv_cache_interleave_size": 16, "env": vllm_models.bind_two()}
     plain = vllm_models.serve(tmp_path, model, [prompts], **options)
     served = vllm_models.serve(tmp_path, model, [prompts], speculative_config=drafts, **options)
     assert (served.accepted > 0, plain.accepted) == (True, 0)
@@ -111,7 +114,7 @@ def test_drafts_change_no_token(tmp_path, path, kind):
     judge = models.load_eager(model)
     models.check(judge, prompts, served, 0.03)
     models.check_same(judge, prompts, plain.rounds[0], served.rounds[0], 0.03)
-    vllm_models.check_log(served.log, kind, "auto")
+    vllm_models.check_log(served.log, kind, "auto", ranks=ranks)
 
 
 def test_other_backends_are_as_without_us(tmp_path, path):

@@ -8,6 +8,7 @@ import importlib
 import os
 import platform
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -213,6 +214,12 @@ def run_python(*arguments, stdout=subprocess.PIPE, **environment):
         timeout=600,
         env=environment_of_python(environment),
     )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def environment_of_python(more: dict) -> dict[str, str]:

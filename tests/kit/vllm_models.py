@@ -9,17 +9,26 @@ from served_models import LENGTHS, MAX_TOKENS, run_job
 SCRIPT = Path(__file__).with_name("vllm_serve.py")
 
 
-def check_cached(served: "Served") -> None:
-    """The second round found the whole pages of its prompts, but for the page of the last token."""
+def bind_two() -> dict[str, str]:
+    """What two of vLLM's processes on one node need: the CPUs of each."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
+
+
+def check_cached(served: "Served", ranks: int = 1) -> None:
+    """The second round found the whole pages of its prompts, but for the page of the last token. A
+    page of 64 tokens of each rank is one."""
     first, second = ([row["cached"] for row in rows] for rows in served.rounds)
     assert first == [0] * len(LENGTHS)
-    assert second == [(n - 1) // 64 * 64 for n in LENGTHS]
+    page = 64 * ranks
+    assert second == [(n - 1) // page * page for n in LENGTHS]
 
 
-def check_log(log: str, kind: str, kv_cache_dtype: str) -> None:
+def check_log(log: str, kind: str, kv_cache_dtype: str, ranks: int = 1) -> None:
     """Our classes have run, and no other attention."""
     is_e4m3 = kv_cache_dtype == "fp8" and kind != "v32"
-    who = "SparseMLA" if kind == "v32" else "paged_attention" if is_e4m3 else "DenseMLA"
+    dense = "paged_attention" if is_e4m3 else "DenseMLA" if ranks == 1 else "mla_attention"
+    who = "SparseMLA" if kind == "v32" else dense
     assert f"sparse_mla: {who} attends, with a cache of " in log
     assert ("sparse_mla: lightning_indexer chooses" in log) == (kind == "v32")
     assert log.count("sparse_mla: rotary_embedding runs in PyTorch") == 1
