@@ -138,6 +138,7 @@ class Engine(Protocol):
     def step(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Runs `counts` new tokens of each request; returns the logits of each request's last.
         Those of a request without a new token are of no use."""
+        ...
 
 
 class Model:

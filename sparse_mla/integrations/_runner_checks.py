@@ -54,16 +54,19 @@ def check_eval(model: Any) -> None:
 
 def check_share(cp: Any, exchange: Any) -> tuple[tuple[int, int, int] | None, Any]:
     """The rank's share and what it exchanges with; None and None if one rank has all."""
-    if cp is None and exchange is not None:
-        raise ValueError(f"ModelRunner: `exchange` must be None without `cp`, got {exchange!r}")
-    if cp is None or as_share("ModelRunner", cp)[1] == 1:
+    if cp is None:
+        if exchange is not None:
+            raise ValueError(f"ModelRunner: `exchange` must be None without `cp`, got {exchange!r}")
+        return None, None
+    share = as_share("ModelRunner", cp)
+    if share[1] == 1:
         return None, None
     if not callable(exchange):
         raise TypeError(
             "ModelRunner: `exchange` must be a callable that gathers an array of all ranks, with "
             f"`cp` of several ranks, got {type(exchange).__name__}"
         )
-    return as_share("ModelRunner", cp), exchange
+    return share, exchange
 
 
 def check_options(model: Any, given: dict[str, Any], takes: Collection[str]) -> dict[str, Any]:

@@ -4,8 +4,10 @@ between them. They give one process's logits within rounding, and exactly its ch
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from deepseek_models import load_example, make_v4, make_v32
@@ -14,7 +16,7 @@ from helpers import find_framework
 pytestmark = pytest.mark.transformers
 
 LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 96, "max_model_len": 150, "block_size": 16}
-BOUNDS = {"auto": 0.02, "fp8_ds_mla": 0.10}  # of the standard deviation of logits
+BOUNDS = {"auto": 0.02, "fp8_ds_mla": 0.10}  # standard deviations of the logits
 LENGTH = 150
 # name: tokens of a step, or how many are forgotten, or None where the request ends
 SCRIPT = [
@@ -242,6 +244,24 @@ def test_one_rank_has_the_bits_of_none(name, options):
     want = run(None)
     for cp in ((0, 1, 1), (0, 1, 16)):
         assert torch.equal(run(cp), want)
+
+
+def test_the_documented_exchange_is_taken(tmp_path):
+    """In one process, where it gathers what it is given. test_context_parallel.py has two."""
+    torch, model = find_framework("torch").module, make_v32()
+    scope: dict = {}
+    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(next(block for block in blocks if "ModelRunner" in block), scope)
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        limits = {**LIMITS, "num_pages": 4}
+        runner, x = scope["make_runner"](model, **limits), torch.randn(2, 3).bfloat16()
+        assert torch.equal(*scope["exchange"](x), x)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(runner.step({"a": [3, 1]}), make_runner(model, 4).step({"a": [3, 1]}))
 
 
 # --- bad input -----------------------------------------------------------------------------------
