@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/context_parallel.py                    on CPUs, by gloo
     torchrun --nproc-per-node 4 examples/context_parallel.py --device cuda      a GPU each, by NCCL
     python examples/context_parallel.py                                         one process
+    torchrun --nproc-per-node 2 examples/context_parallel.py --model deepseek_v32
 
 A small model of MLA layers with random weights continues prompts greedily: prefills in chunks, then
-decodes, all as one batch. Of every `--interleave` tokens of a request each rank's cache has a run,
-so a rank holds one part of each cache, and one part of the heads' weights. A layer does this:
+decodes, all as one batch. Runs of `--interleave` tokens of a request are dealt to the ranks in
+turn, so a rank holds one part of each cache, and one part of the heads' weights. A layer does this:
 
     project       a rank makes the queries of its own heads, and all ranks gather those of all heads
     write         every rank turns the new keys; the owner of a token has a slot for it, others -1
@@ -17,6 +18,10 @@ so a rank holds one part of each cache, and one part of the heads' weights. A la
     project back  v_up_proj and the output projection of the rank's heads, summed by all_reduce
 
 With `--exchange all_gather` every rank gets the parts of all heads, as a list, and merges its own.
+
+With `--model deepseek_v3` or `deepseek_v32` the model is one of Transformers, and `ModelRunner`
+does all this: a rank has the whole model, all heads included, and its share of the caches. The
+runner is given an all_gather, by which ranks exchange parts, and what their indexers chose.
 
 At the end each rank runs the same tokens alone, with whole caches, and compares. The exit status is
 1 if a token is not the one that this run chooses, by more than rounding explains. A rank that is
@@ -30,6 +35,9 @@ import datetime
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -119,8 +127,24 @@ class Ranks:
         return tokens
 
 
+class Engine(Protocol):
+    """A model with the caches of some requests, or with a rank's share of these caches."""
+
+    ranks: Ranks
+    device: torch.device
+    bound: float
+    lens: torch.Tensor  # the requests' lengths
+
+    def step(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Runs `counts` new tokens of each request; returns the logits of each request's last.
+        Those of a request without a new token are of no use."""
+        ...
+
+
 class Model:
-    """The model with the caches of some requests, or with a rank's share of these caches."""
+    """The Engine of the small model."""
+
+    bound = BOUND
 
     def __init__(self, weights: Weights, ranks: Ranks, requests: int, longest: int) -> None:
         self.weights, self.ranks, self.device = weights, ranks, weights.embedding.device
@@ -143,7 +167,6 @@ class Model:
         return torch.where(local < 0, -1, pages * PAGE_SIZE + local % PAGE_SIZE)
 
     def step(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Runs `counts` new tokens of each request; returns the logits of each request's last."""
         number = torch.tensor(counts, device=self.device)
         starts = torch.cat([number.new_zeros(1), number.cumsum(0)]).int()
         requests = torch.arange(len(counts), device=self.device).repeat_interleave(number)
@@ -197,9 +220,9 @@ class Model:
         return ranks.add(torch.einsum("thv,hvd->td", values.float(), weights["o"][own]))
 
 
-def feed(model: Model, prompts: list[list[int]], chunk: int) -> torch.Tensor:
+def feed(model: Engine, prompts: list[list[int]], chunk: int) -> torch.Tensor:
     """Prefills in chunks of up to `chunk` tokens per request; returns the last tokens' logits."""
-    logits = torch.zeros(len(prompts), VOCABULARY, device=model.device)
+    logits = torch.zeros(1, device=model.device)
     for first in range(0, max(map(len, prompts)), chunk):
         parts = [prompt[first : first + chunk] for prompt in prompts]
         tokens = torch.tensor([x for part in parts for x in part], device=model.device)
@@ -210,7 +233,7 @@ def feed(model: Model, prompts: list[list[int]], chunk: int) -> torch.Tensor:
     return logits
 
 
-def generate(model: Model, prompts: list[list[int]], options: argparse.Namespace) -> torch.Tensor:
+def generate(model: Engine, prompts: list[list[int]], options: argparse.Namespace) -> torch.Tensor:
     """The tokens that follow the prompts, [requests, new tokens]."""
     ranks = model.ranks
     chosen = [ranks.choose(feed(model, prompts, options.chunk))]
@@ -222,7 +245,7 @@ def generate(model: Model, prompts: list[list[int]], options: argparse.Namespace
 
 
 def judge(
-    model: Model, prompts: list[list[int]], tokens: torch.Tensor, chunk: int
+    model: Engine, prompts: list[list[int]], tokens: torch.Tensor, chunk: int
 ) -> tuple[int, int]:
     """Runs the same tokens in one process. Returns how many of them are not the best there, but
     nearly, and how many are worse."""
@@ -230,8 +253,8 @@ def judge(
     for i, column in enumerate(tokens.T):
         given = logits.gather(1, column[:, None])[:, 0]
         behind = (logits.max(-1).values - given) / logits.std(-1)
-        num_near += int(((behind > 0) & (behind <= BOUND)).sum())
-        num_wrong += int((behind > BOUND).sum())
+        num_near += int(((behind > 0) & (behind <= model.bound)).sum())
+        num_wrong += int((behind > model.bound).sum())
         if i + 1 < tokens.shape[1]:
             logits = model.step(column, [1] * len(prompts))
     return num_near, num_wrong
@@ -239,6 +262,8 @@ def judge(
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    models = ["small", "deepseek_v3", "deepseek_v32"]
+    parser.add_argument("--model", default="small", choices=models)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
@@ -248,12 +273,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=64, help="prompt tokens per step")
     parser.add_argument("--interleave", type=int, default=16, help="neighbouring tokens of a rank")
     parser.add_argument("--exchange", default="all_to_all", choices=["all_to_all", "all_gather"])
+    formats = ["auto", "fp8_ds_mla"]
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=formats, help="not of small")
+    formats = ["auto", "fp8_index", "mxfp4_index"]
+    parser.add_argument("--index-cache-dtype", default="auto", choices=formats, help="of V3.2")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one exchange")
     parser.add_argument(
         "--lose-rank-at", type=int, default=-1, help="the step at which the last rank is lost"
     )
     parser.add_argument("--lose-by", default="KILL", choices=["KILL", "STOP"], help="its signal")
     return parser.parse_args(arguments)
+
+
+def choose_model(options: argparse.Namespace, device: str) -> tuple[Callable[..., Engine], int]:
+    """Engine(ranks, requests, longest) of the model, and the size of its vocabulary."""
+    if options.model == "small":
+        return partial(Model, Weights(options.layers, options.heads, device)), VOCABULARY
+    import context_parallel_models as models  # needs Transformers
+
+    return partial(models.Served, models.make_model(options, device), options), models.VOCABULARY
 
 
 def main() -> int:
@@ -274,12 +312,12 @@ def main() -> int:
         sys.exit(f"context_parallel: --heads must be a multiple of {size} ranks")
     random = np.random.default_rng(2)
     lens = random.integers(1, options.longest_prompt + 1, options.requests)
-    prompts = [random.integers(0, VOCABULARY, n).tolist() for n in lens]
+    make, vocabulary = choose_model(options, device)
+    prompts = [random.integers(0, vocabulary, n).tolist() for n in lens]
     longest = options.longest_prompt + options.new_tokens
-    weights = Weights(options.layers, options.heads, device)
     ranks = Ranks(options.interleave, options.heads, options.exchange)
-    split = Model(weights, ranks, len(prompts), longest)
-    alone = Model(weights, Ranks(None, options.heads), len(prompts), longest)
+    split = make(ranks, len(prompts), longest)
+    alone = make(Ranks(None, options.heads), len(prompts), longest)
     tokens = generate(split, prompts, options)
     num_near, num_wrong = judge(alone, prompts, tokens, options.chunk)
     rows = [int(x) for x in sparse_mla.cp_local_lengths(split.lens, cp=split.ranks.cp)]

@@ -10,6 +10,7 @@ import sparse_mla
 from sparse_mla import dense
 from sparse_mla.integrations._mla_layers import PagedAttention, PagedLayers, config_fields
 from sparse_mla.integrations._pages import Pages
+from sparse_mla.integrations._ranks import Ranks
 from sparse_mla.integrations._runner_checks import check_rope_type
 
 
@@ -22,6 +23,7 @@ class DenseAttention(PagedAttention):
         model: Any,
         config: dense.Config,
         num_pages: int,
+        ranks: Ranks | None,
         rope_table: torch.Tensor,
         absorb: bool,
         **quantisation: Any,
@@ -36,7 +38,7 @@ class DenseAttention(PagedAttention):
                 **quantisation,
             }
         mla = dense.DenseMLA(config, absorb=absorb, rope_table=rope_table, **weights)
-        super().__init__(model, mla, num_pages)
+        super().__init__(model, mla, num_pages, ranks)
         self.mla = mla
         self.q_proj = None if absorb else q_proj
 
@@ -56,6 +58,8 @@ class DenseAttention(PagedAttention):
         out = self.mla.forward(
             q[0].bfloat16(), kv_c.bfloat16(), k_pe.bfloat16(), self.kv_cache, sparse_mla_step
         )
+        if self.ranks is not None:
+            out = self.ranks.merge(*out)
         if self.q_proj is not None:
             return self.project_values(out, hidden_states.dtype), None
         out = out.to(hidden_states.dtype)
@@ -76,7 +80,9 @@ def weight_of(layer: Any, by_inputs: bool) -> Any:
 class DenseLayers(PagedLayers):
     """All layers' attentions, and the plan of a step."""
 
-    takes = frozenset({"absorb", "scheme", "requantize", "prefill_workspace_tokens"})
+    takes = frozenset(
+        {"absorb", "scheme", "requantize", "prefill_workspace_tokens", "cp", "exchange"}
+    )
     config: dense.Config
 
     def __init__(
@@ -87,6 +93,7 @@ class DenseLayers(PagedLayers):
         absorb: bool,
         scheme: str | None,
         requantize: bool,
+        exchange: Any,
         **limits: Any,
     ) -> None:
         if index_cache_dtype != "auto":
@@ -98,10 +105,11 @@ class DenseLayers(PagedLayers):
         interleaved = bool(getattr(model.config, "rope_interleave", True))
         self.config = dense.Config(interleaved=interleaved, **config_fields(model), **limits)
         _check_workspace(self.config)
-        self.pages = Pages(num_pages, self.config.block_size)
+        self.pages = Pages(num_pages, self.config.block_size, self.config.cp)
         self._builder = dense.MetadataBuilder(self.config)
         rope_table = make_rope_table(model.model.rotary_emb, self.config)
-        shared = self.config, num_pages, rope_table, absorb
+        ranks = Ranks.of(self.config.cp, exchange)
+        shared = self.config, num_pages, ranks, rope_table, absorb
         self.attentions = [
             DenseAttention(layer.self_attn, *shared, scheme=scheme, requantize=requantize)
             for layer in model.model.layers

@@ -11,16 +11,21 @@ import torch
 
 import sparse_mla
 from sparse_mla.integrations._pages import Pages
+from sparse_mla.integrations._ranks import Ranks
 
 
 class PagedAttention(torch.nn.Module):
     """Replaces one layer's attention, whose weights it uses. A subclass adds `forward`."""
 
     def __init__(
-        self, model: Any, mla: sparse_mla.SparseMLA | sparse_mla.dense.DenseMLA, num_pages: int
+        self,
+        model: Any,
+        mla: sparse_mla.SparseMLA | sparse_mla.dense.DenseMLA,
+        num_pages: int,
+        ranks: Ranks | None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.config = config = mla.config
         kv_format: Any = config.kv_cache_dtype  # one with RoPE values
         shape = sparse_mla.Backend.get_kv_cache_shape(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+import sparse_mla
+
 
 @dataclass
 class Request:
@@ -20,10 +22,17 @@ class Request:
 
 
 class Pages:
-    """Gives pages to requests. A request is any hashable name; it begins with its first pages."""
+    """Gives pages to requests. A request is any hashable name; it begins with its first pages.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
+    Of a cache that is split over ranks a page has this rank's tokens alone. A request has as many
+    pages on every rank as on rank 0, which has the most tokens of it: so all ranks give the same
+    pages, and run out of them in the same step.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, cp: tuple[int, int, int] | None = None
+    ) -> None:
+        self.page_size, self.cp = page_size, cp
         self.requests: dict[Hashable, Request] = {}
         self._free = list(range(num_pages))
 
@@ -47,7 +56,7 @@ class Pages:
         missing = {}
         for request, count in new.items():
             state = self.find(request)
-            num_pages = -(-(state.num_tokens + count) // self.page_size)
+            num_pages = self._count(state.num_tokens + count)
             missing[request] = max(num_pages - len(state.pages), 0)  # pages of a failed step stay
         if sum(missing.values()) > self.num_free:
             raise MemoryError(
@@ -74,7 +83,7 @@ class Pages:
         state = self.requests[request]
         state.num_tokens -= num_tokens
         state.num_forgotten += num_tokens
-        kept = max(-(-state.num_tokens // self.page_size), state.num_shared)
+        kept = max(self._count(state.num_tokens), state.num_shared)
         self._free += state.pages[kept:]
         del state.pages[kept:]
 
@@ -92,9 +101,19 @@ class Pages:
         return table
 
     def slots(self, request: Hashable, positions: np.ndarray) -> np.ndarray:
-        """int64: where tokens at these positions of a request lie."""
+        """int64: where tokens at these positions of a request lie; -1 on another rank."""
         pages = np.array(self.requests[request].pages, np.int64)
-        return pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        local = sparse_mla.cp_local_positions(positions, cp=self.cp)
+        slots = pages[local // self.page_size] * self.page_size + local % self.page_size
+        return np.where(local < 0, -1, slots)
+
+    def _count(self, num_tokens: int) -> int:
+        """How many pages so many tokens of a request fill."""
+        if self.cp is not None:
+            _, ranks, interleave = self.cp
+            lens = np.array([num_tokens], np.int32)
+            num_tokens = int(sparse_mla.cp_local_lengths(lens, cp=(0, ranks, interleave))[0])
+        return -(-num_tokens // self.page_size)
 
 
 class Table:

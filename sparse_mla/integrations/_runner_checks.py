@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparse_mla.integrations._pages import Pages
+from sparse_mla.steps.common import as_share
 from sparse_mla.v4.checks import INDEX_SIZE, ROPE_SIZE
 from sparse_mla.v4.config import HEAD_SIZE, INDEXED_RATIO
 
@@ -21,6 +22,8 @@ DEFAULTS: dict[str, Any] = {
     "prefill_workspace_tokens": None,
     "compressed_kv_cache_dtype": None,
     "streams": (),
+    "cp": None,
+    "exchange": None,
 }
 
 
@@ -47,6 +50,23 @@ def check_eval(model: Any) -> None:
             "ModelRunner: `model` must be in eval mode, got one in training mode: there are no "
             "gradients through the cache; call model.eval()"
         )
+
+
+def check_share(cp: Any, exchange: Any) -> tuple[tuple[int, int, int] | None, Any]:
+    """The rank's share and what it exchanges with; None and None if one rank has all."""
+    if cp is None:
+        if exchange is not None:
+            raise ValueError(f"ModelRunner: `exchange` must be None without `cp`, got {exchange!r}")
+        return None, None
+    share = as_share("ModelRunner", cp)
+    if share[1] == 1:
+        return None, None
+    if not callable(exchange):
+        raise TypeError(
+            "ModelRunner: `exchange` must be a callable that gathers an array of all ranks, with "
+            f"`cp` of several ranks, got {type(exchange).__name__}"
+        )
+    return share, exchange
 
 
 def check_options(model: Any, given: dict[str, Any], takes: Collection[str]) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 Both use the weights of the model's indexer, and keep their keys in pages with the numbers of the
 attention's pages. `choose` writes the keys of a step, and each token's choice to topk_indices.
+
+Where the cache is split over ranks, this library's indexer has the rank's own keys, and the ranks
+exchange what each has chosen. Transformers' indexer gives no scores to exchange. So every rank has
+all of its keys, in pages of as many more tokens, and makes the same choice.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 
 import sparse_mla
 from sparse_mla._types import IndexFormat
+from sparse_mla.integrations._ranks import Ranks
 
 INDEX_HEAD_DIM = 128  # Transformers' indexer may have another, this library's may not
 ROPE_DIM = 64
@@ -23,10 +28,9 @@ class Group:
     """Neighbouring requests with equally many new tokens, which share one call of the indexer."""
 
     rows: slice  # the group's tokens among those of the step
-    block_table: torch.Tensor  # [B, W]
-    slots: torch.Tensor  # [B * S]
+    slots: torch.Tensor  # [B, N] int64: where the first N tokens of each request lie
     positions: torch.Tensor  # [B, S, 1]
-    # [B, S, W * block_size] fp32: 0 for positions up to the token itself, else -inf. Every release
+    # [B, S, N] fp32: 0 for positions up to the token itself, else -inf. Every release
     # of Transformers adds such a mask to the scores. Those before 5.16 add one of bool, too.
     mask: torch.Tensor
 
@@ -42,7 +46,7 @@ class Step:
     metadata: sparse_mla.Metadata
     groups: list[Group]
     block_table: torch.Tensor  # [R, W] int32
-    context_lens: torch.Tensor  # [T] int32: keys that a token sees
+    context_lens: torch.Tensor  # [T] int32: keys of this rank that a token sees
     topk_indices: torch.Tensor  # [T, K] int32, written by each layer in turn
 
 
@@ -54,19 +58,19 @@ class _IndexKeys:
     group: Group
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Writes keys [B, S, D]; returns all keys of these requests, [B, W * block_size, D]. Those
-        that no query sees are 0, because a NaN that a page has held would stay one behind -inf."""
-        self.pages.flatten(0, 1)[self.group.slots] = keys.flatten(0, 1)
-        found = self.pages[self.group.block_table].flatten(1, 2)
-        return found.masked_fill_(self.group.mask[:, -1, :, None] < 0, 0)
+        """Writes keys [B, S, D]; returns all keys of these requests, [B, N, D]. Those that no query
+        sees are 0, because a NaN that a page has held would stay one behind -inf."""
+        rows, group = self.pages.flatten(0, 1), self.group
+        rows[group.slots.gather(1, group.positions[..., 0])] = keys
+        return rows[group.slots].masked_fill_(group.mask[:, -1, :, None] < 0, 0)
 
 
 class ModelIndexer:
     """Transformers' indexer itself, with keys in the model's dtype."""
 
-    def __init__(self, model: Any, num_pages: int, block_size: int) -> None:
+    def __init__(self, model: Any, num_pages: int, page_size: int) -> None:
         self.model = model
-        self.keys = model.k_norm.weight.new_zeros((num_pages, block_size, model.head_dim))
+        self.keys = model.k_norm.weight.new_zeros((num_pages, page_size, model.head_dim))
 
     def choose(
         self,
@@ -91,8 +95,15 @@ class ModelIndexer:
 class QuantizedIndexer:
     """The same scores from quantised queries and keys, by this library's operators."""
 
-    def __init__(self, model: Any, num_pages: int, block_size: int, kv_format: IndexFormat) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: Any,
+        num_pages: int,
+        block_size: int,
+        kv_format: IndexFormat,
+        ranks: Ranks | None,
+    ) -> None:
+        self.model, self.ranks = model, ranks
         self.use_fp4 = kv_format == "mxfp4_index"
         shape = sparse_mla.v4.Backend.get_kv_cache_shape(
             num_pages, block_size, head_size=INDEX_HEAD_DIM, cache_dtype_str=kv_format
@@ -122,6 +133,7 @@ class QuantizedIndexer:
             head_scale=model.n_heads**-0.5,
             use_fp4=self.use_fp4,
         )
+        values = None if self.ranks is None else k.new_empty(step.topk_indices.shape)
         sparse_mla.lightning_indexer(
             q,
             weights,
@@ -129,10 +141,13 @@ class QuantizedIndexer:
             lens,
             k=step.topk_indices.shape[1],
             out=step.topk_indices,
+            values=values,
             block_table=step.block_table,
             req_id_per_token=step.metadata.req_id_per_token,
             q_scale=q_scale[0] if q_scale else None,
         )
+        if self.ranks is not None:
+            self.ranks.choose(step.topk_indices, values)
 
 
 def pairs_last(x: torch.Tensor) -> torch.Tensor:

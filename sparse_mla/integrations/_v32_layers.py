@@ -12,6 +12,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_
 import sparse_mla
 from sparse_mla.integrations._mla_layers import PagedAttention, PagedLayers, config_fields
 from sparse_mla.integrations._pages import Pages
+from sparse_mla.integrations._ranks import Ranks
 from sparse_mla.integrations._v32_indexer import (
     INDEX_HEAD_DIM,
     Group,
@@ -26,17 +27,23 @@ class SparseAttention(PagedAttention):
     """Replaces one layer's attention, whose weights and indexer it uses."""
 
     def __init__(
-        self, model: Any, config: sparse_mla.Config, num_pages: int, index_cache_dtype: Any
+        self,
+        model: Any,
+        config: sparse_mla.Config,
+        num_pages: int,
+        ranks: Ranks | None,
+        index_cache_dtype: Any,
     ) -> None:
         mla = sparse_mla.SparseMLA(config, kv_b_proj=model.kv_b_proj)
-        super().__init__(model, mla, num_pages)
+        super().__init__(model, mla, num_pages, ranks)
         self.mla = mla
         self.indexer: ModelIndexer | QuantizedIndexer
-        pages = num_pages, config.block_size
         if index_cache_dtype == "auto":
-            self.indexer = ModelIndexer(model.indexer, *pages)
+            self.indexer = ModelIndexer(model.indexer, num_pages, whole_page_size(config))
         else:
-            self.indexer = QuantizedIndexer(model.indexer, *pages, index_cache_dtype)
+            self.indexer = QuantizedIndexer(
+                model.indexer, num_pages, config.block_size, index_cache_dtype, ranks
+            )
 
     def forward(
         self,
@@ -59,16 +66,24 @@ class SparseAttention(PagedAttention):
         )
         self.indexer.choose(step, hidden_states, q_resid, position_embeddings)
         ql_nope = self.mla.k_up_proj(q_nope[0].bfloat16())
-        out, _ = self.mla.forward(
+        out, lse = self.mla.forward(
             (ql_nope, q_pe[0].bfloat16()), self.kv_cache, step.topk_indices, step.metadata
         )
-        return self.project_values(self.mla.v_up_proj(out), hidden_states.dtype), None
+        values = self.mla.v_up_proj(out)
+        if self.ranks is not None:  # after W_UV, which is linear: a quarter of the bytes
+            values = self.ranks.merge(values, lse)
+        return self.project_values(values, hidden_states.dtype), None
+
+
+def whole_page_size(config: sparse_mla.Config) -> int:
+    """Tokens of a page for the tokens of all ranks."""
+    return config.block_size * (1 if config.cp is None else config.cp[1])
 
 
 class SparseLayers(PagedLayers):
     """All layers' attentions, and the plan of a step."""
 
-    takes = frozenset({"prefill_workspace_tokens"})
+    takes = frozenset({"prefill_workspace_tokens", "cp", "exchange"})
     config: sparse_mla.Config
 
     def __init__(
@@ -76,6 +91,7 @@ class SparseLayers(PagedLayers):
         model: Any,
         num_pages: int,
         index_cache_dtype: Any,
+        exchange: Any,
         **limits: Any,
     ) -> None:
         sizes = model.config
@@ -92,7 +108,7 @@ class SparseLayers(PagedLayers):
         self.config = sparse_mla.Config(
             topk_tokens=sizes.index_topk, **config_fields(model), **limits
         )
-        self.pages = Pages(num_pages, self.config.block_size)
+        self.pages = Pages(num_pages, self.config.block_size, self.config.cp)
         self._builder = sparse_mla.MetadataBuilder(self.config)
         tokens, longest = self.config.prefill_workspace_tokens, self.config.max_model_len
         if tokens is not None and self._builder.workspace_bytes > 0 and tokens < longest:
@@ -101,41 +117,47 @@ class SparseLayers(PagedLayers):
                 f"max_model_len = {longest} on path 'separate', which gathers whole requests, got "
                 f"{tokens}"
             )
+        ranks = Ranks.of(self.config.cp, exchange)
         self.attentions = [
-            SparseAttention(layer.self_attn, self.config, num_pages, index_cache_dtype)
+            SparseAttention(layer.self_attn, self.config, num_pages, ranks, index_cache_dtype)
             for layer in model.model.layers
         ]
         self._has_groups = index_cache_dtype == "auto"  # the library's indexer needs none
 
     def plan(self, common: sparse_mla.CommonAttentionMetadata, positions: torch.Tensor) -> Step:
         """Returns what all layers of a step share; positions [T] are those in the requests."""
-        width = min(self.config.block_size * common.block_table.shape[1], self.config.topk_tokens)
+        width = min(self._pad(int(np.max(common.seq_lens_cpu))), self.config.topk_tokens)
         return Step(
             metadata=self._builder.build(common),
             groups=self._group(common, positions) if self._has_groups else [],
             block_table=common.block_table,
-            context_lens=positions.int() + 1,
+            context_lens=sparse_mla.cp_local_lengths(positions.int() + 1, cp=self.config.cp),
             topk_indices=torch.full(
                 (len(positions), width), -1, dtype=torch.int32, device=positions.device
             ),
         )
 
+    def _pad(self, num_tokens: int) -> int:
+        """Up to a multiple of block_size, so that many steps have arrays of the same size."""
+        return -(-num_tokens // self.config.block_size) * self.config.block_size
+
     def _group(
         self, common: sparse_mla.CommonAttentionMetadata, positions: torch.Tensor
     ) -> list[Group]:
-        block_size, seq_lens = self.config.block_size, np.asarray(common.seq_lens_cpu)
+        seq_lens, page_size = np.asarray(common.seq_lens_cpu), whole_page_size(self.config)
         groups, request, row = [], 0, 0
         for query_len, members in groupby(np.diff(common.query_start_loc_cpu).tolist()):
             requests = slice(request, request + len(list(members)))
             rows = slice(row, row + (requests.stop - request) * query_len)
-            num_pages = -(-int(seq_lens[requests].max()) // block_size)
             its_positions = positions[rows].view(-1, query_len, 1)
-            columns = torch.arange(num_pages * block_size, device=positions.device)
+            columns = torch.arange(
+                self._pad(int(seq_lens[requests].max())), device=positions.device
+            )
+            pages = common.block_table[requests].long()[:, columns // page_size]
             groups.append(
                 Group(
                     rows=rows,
-                    block_table=common.block_table[requests, :num_pages],
-                    slots=common.slot_mapping[rows],
+                    slots=pages * page_size + columns % page_size,
                     positions=its_positions,
                     mask=torch.where(columns <= its_positions, 0.0, -torch.inf),
                 )

@@ -7,8 +7,9 @@ XLA plans their memory. `concat_and_cache_mla` and `gather_kv_cache` return the 
 write to; `fused_qnorm_rope_kv_insert` returns its queries, then that array, and with `kv`
 `compress_norm_rope_store` returns (state, kv_cache). A written array is written in place when the
 caller donates it to `jit`; otherwise XLA copies it first.
-Options are Python values, fixed when a function is traced. Results have the same bits as those of
-an eager call.
+Options are Python values, fixed when a function is traced. Where one differs by device, as the rank
+of `cp` in `shard_map` does, `jax.lax.switch` chooses between calls. Results have the same bits as
+those of an eager call.
 
 An array whose rank leaves a result without a shape is a ValueError while tracing. All other errors
 are raised when the program runs, as `jax.errors.JaxRuntimeError` with the text of an eager call.
@@ -77,6 +78,11 @@ def _as_ints(op: str, name: str, value: Any, count: int) -> tuple[int, ...]:
     return tuple(as_int(op, name, x) for x in value)
 
 
+def _is_traced(value: Any) -> bool:
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(x, jax.core.Tracer) for x in items)
+
+
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
     """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. Arrays that are both
     read and written become the call's last results, in place."""
@@ -85,10 +91,11 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         if values[later] is not None:
             values[name] = jax.numpy.stack([values[name], *values[later]])
     for name, kind in schema.rows.items():
-        if kind not in READ and isinstance(values.get(name), jax.core.Tracer):
+        if kind not in READ and _is_traced(values.get(name)):
             raise TypeError(
                 f"{schema.name}: `{name}` must be a Python value, got a traced array: give jax.jit "
-                f'static_argnames="{name}", or fix the option outside (functools.partial)'
+                f'static_argnames="{name}", fix the option outside (functools.partial), or let '
+                "jax.lax.switch choose between calls"
             )
         if _C.OPTION_KINDS.get(kind, ("",))[:2] == ("int", 1) and values[name] is not None:
             values[name] = as_int(schema.name, name, values[name])  # NumPy would cut a float

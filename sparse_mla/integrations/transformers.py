@@ -44,7 +44,7 @@ torch.Size([2, 50])
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -80,6 +80,7 @@ from sparse_mla.integrations._runner_checks import (
     check_options,
     check_request,
     check_rewind,
+    check_share,
     check_tokens,
 )
 from sparse_mla.integrations._v4_layers import V4Layers
@@ -152,6 +153,16 @@ class ModelRunner:
     requantize : bool
         With `absorb`, whether weights that absorb e4m3 ones are e4m3 again. With False they are
         bf16, and a layer's weights may be any mix of both.
+    cp : (rank, ranks, interleave), optional
+        V3.2, V3 and V2: the caches of requests are split over several runners, one per rank:
+        position x is of rank x // interleave % ranks. A page then has `block_size` tokens of this
+        rank. All ranks are given the same model, options and steps, and have the same results, free
+        pages and errors. With "auto", V3.2's index keys are whole on every rank; those of this
+        library's indexer are split, too. One rank is as None. docs/parallel.md has an example.
+    exchange : callable, optional
+        With several ranks: takes a contiguous array of this rank and returns the arrays that all
+        ranks have in its place, in the order of ranks, as an all_gather does. All ranks call it
+        equally often. An error that it raises ends the step.
 
     Attributes
     ----------
@@ -165,7 +176,8 @@ class ModelRunner:
         model, a workspace that is too small for some step. Sizes without kernels: `kv_lora_rank`
         must be 512 and `qk_rope_head_dim` 64, and for this library's indexer `index_head_dim` 128;
         of V4 `head_dim` 512, and the indexer's compress rate 4. RoPE whose angles depend on the
-        request's length ("longrope"). A tensor-parallel part of V4. Options of other models.
+        request's length ("longrope"). A tensor-parallel part of V4. Options of other models. A rank
+        that is not 0 to ranks - 1; several ranks without `exchange`, of V4, or with `absorb`.
 
     Source: vLLM's model runner, in small.
 
@@ -215,10 +227,15 @@ class ModelRunner:
         absorb: bool = False,
         scheme: str | None = None,
         requantize: bool = True,
+        cp: tuple[int, int, int] | None = None,
+        exchange: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None,
     ) -> None:
         device = check_model(model, _LAYERS)
         make_layers = next(x for kind, x in _LAYERS.items() if isinstance(model, kind))
+        cp, exchange = check_share(cp, exchange)
         options: dict[str, Any] = {
+            "cp": cp,
+            "exchange": exchange,
             "absorb": absorb,
             "scheme": scheme,
             "requantize": requantize,
@@ -275,7 +292,7 @@ class ModelRunner:
         ------
         TypeError, ValueError
             Ids that are not one-dimensional integers; a batch, a request or, of V4, requests beyond
-            the limits.
+            the limits. An `exchange` that returns another number or shape of arrays.
         MemoryError
             Too few free pages. As after every error, the requests keep the tokens that they had.
 

@@ -103,23 +103,21 @@ def check_fields(config: Any, plan: str) -> None:
             if known.get(field.name, ("number",))[0] == "scale" and number <= 0:
                 raise ValueError(f"Config: `{field.name}` must be > 0, got {number}")
     if known.get("cp", ("",))[0] == "share" and config.cp is not None:
-        set_fields(config, cp=_as_share(config.cp, known["cp"][2]))
+        set_fields(config, cp=as_share("Config", config.cp, known["cp"][2]))
     set_fields(config, device=as_device("Config", config.device))
 
 
-def _as_share(cp: Any, most: int) -> tuple[int, ...]:
+def as_share(op: str, cp: Any, most: int = LIMITS_OF_NUMBERS) -> tuple[int, int, int]:
     """Checks a rank's share of a cache."""
     if not isinstance(cp, tuple | list):
-        raise wrong_type("Config", "cp", "a tuple of 3 ints", cp)
-    rank, ranks, interleave = share = (
-        [as_int("Config", "cp", x) for x in cp] if len(cp) == 3 else [-1, 0, 0]
-    )
+        raise wrong_type(op, "cp", "a tuple of 3 ints", cp)
+    rank, ranks, interleave = [as_int(op, "cp", x) for x in cp] if len(cp) == 3 else [-1, 0, 0]
     if not (0 <= rank < ranks <= most and 1 <= interleave <= most):
         raise ValueError(
-            "Config: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and interleave "
+            f"{op}: `cp` must be (rank, ranks, interleave) with 0 <= rank < ranks and interleave "
             f">= 1, got {cp!r}"
         )
-    return tuple(share)
+    return rank, ranks, interleave
 
 
 def set_fields(config: Any, **values: object) -> None:

@@ -39,6 +39,7 @@ def start(rank: int, ranks: int, port: int, *options: str) -> subprocess.Popen[s
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     environment = {name: str(x) for name, x in variables.items()}
     environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONSAFEPATH"] = ""  # the script imports others beside it
     return subprocess.Popen(
         [sys.executable, SCRIPT, *SHORT, *options],
         text=True,
@@ -68,6 +69,35 @@ def test_tokens_are_those_of_one_process(ranks, interleave, exchange):
     assert interleave < 64 or any(0 in own for own in rows)
 
 
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("interleave", "options"),
+    [
+        (1, ["--model=deepseek_v3"]),
+        (16, ["--model=deepseek_v3", "--kv-cache-dtype=fp8_ds_mla"]),
+        (16, ["--model=deepseek_v32"]),
+        (
+            1,
+            [
+                "--model=deepseek_v32",
+                "--kv-cache-dtype=fp8_ds_mla",
+                "--index-cache-dtype=fp8_index",
+            ],
+        ),
+    ],
+)
+def test_tokens_of_transformers_models(interleave, options):
+    """test_transformers_ranks.py has more of them, with ranks as threads."""
+    find_framework("transformers")
+    port = free_port()
+    options = [*options, f"--interleave={interleave}"]
+    started = [start(rank, 2, port, *options) for rank in range(2)]
+    printed = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], printed
+    first, second = check("".join(printed), 2)
+    assert all(abs(a - b) <= interleave for a, b in zip(first, second, strict=True))
+
+
 def test_torchrun_runs_it():
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     done = run_python(*launch, str(SCRIPT), *SHORT, OMP_NUM_THREADS="1")
@@ -81,11 +111,19 @@ def test_one_process_runs_it():
     check(done.stdout, 1)
 
 
-@pytest.mark.parametrize("how", ["KILL", "STOP"])
-def test_a_lost_rank_ends_the_others(how):
+@pytest.mark.parametrize(
+    ("how", "model"),
+    [
+        ("KILL", "small"),
+        ("STOP", "small"),
+        pytest.param("KILL", "deepseek_v32", marks=pytest.mark.transformers),
+    ],
+)
+def test_a_lost_rank_ends_the_others(how, model):
     """At once if it is dead; within the timeout of an exchange if it only stands still."""
+    find_framework("torch" if model == "small" else "transformers")
     port = free_port()
-    options = ["--lose-rank-at=4", f"--lose-by={how}", "--timeout=5"]
+    options = ["--lose-rank-at=4", f"--lose-by={how}", "--timeout=5", f"--model={model}"]
     ranks = [start(rank, 2, port, *options) for rank in range(2)]
     begun = time.monotonic()
     try:

@@ -101,6 +101,11 @@ def test_options_are_fixed_when_tracing(place, smla):
             run(*call.args.values(), softmax_scale=0.04, **{option: 1})
     static = jax.jit(smla.sparse_attention, static_argnames="softmax_scale")
     static(*call.args.values(), softmax_scale=0.04)
+    run = jax.jit(lambda lens, rank: smla.cp_local_lengths(lens, cp=(rank, 2, 4)))
+    with pytest.raises(
+        TypeError, match=r"`cp` must be a Python value, got a traced .* jax.lax.switch"
+    ):
+        run(call.args["indices"][0], 1)
 
 
 @pytest.mark.parametrize(

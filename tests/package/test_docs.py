@@ -289,6 +289,17 @@ def test_a_page_s_examples_run(page):
     run_examples(page, "import numpy")
 
 
+def test_the_examples_of_ranks_run():
+    """In one session: later ones use what the first ones made."""
+    text = (ROOT / "docs" / "parallel.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    chosen = [
+        block for block in blocks if not re.search("^import (torch|jax)", block, re.MULTILINE)
+    ]
+    assert len(chosen) == 4
+    exec(compile("\n".join(chosen), "parallel.md", "exec"), {})
+
+
 def test_the_session_of_a_page_runs():
     failed, count = doctest.testfile(str(ROOT / "docs" / "mla.md"), module_relative=False)
     assert (failed, count > 10) == (0, True)

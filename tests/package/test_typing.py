@@ -27,9 +27,10 @@ EXAMPLES_WITH_TORCH = [
     ROOT / "examples" / f"{name}.py"
     for name in (
         *("cuda_graph", "deepseek_common", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-        *("speculative", "speculative_models", "context_parallel"),
+        *("speculative", "speculative_models", "context_parallel", "context_parallel_models"),
     )
 ]
+EXAMPLES_WITH_JAX = [ROOT / "examples" / "context_parallel_jax.py"]
 PACKAGE = Path(sparse_mla.__file__).parent.parent
 
 Errors = list[tuple[str, int]]  # name of a file, line
@@ -73,7 +74,7 @@ def errors_without_frameworks(check: Callable[..., Errors]) -> Errors:
     """Of wrong calls, of right ones, of the examples and of the README: a checker needs seconds to
     start."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    alone = {*(ROOT / "examples").glob("*.py")} - {*EXAMPLES_WITH_TORCH}
+    alone = {*(ROOT / "examples").glob("*.py")} - {*EXAMPLES_WITH_TORCH, *EXAMPLES_WITH_JAX}
     with tempfile.TemporaryDirectory() as folder:
         readme = Path(folder, "readme.py")
         readme.write_text("\n".join(blocks))
@@ -101,6 +102,13 @@ def test_calls_with_tensors_are_taken(tmp_path, check):
     require("torch")
     require("transformers")
     assert check(tmp_path, *EXAMPLES_WITH_TORCH) == []
+
+
+@pytest.mark.jax
+def test_calls_with_jax_arrays_are_taken(tmp_path):
+    """By pyright: mypy finds no operators in the integrations."""
+    require("jax")
+    assert pyright(tmp_path, *EXAMPLES_WITH_JAX) == []
 
 
 @pytest.mark.torch
