@@ -1,4 +1,5 @@
-"""What the ranks of a split cache exchange in a step of transformers.py."""
+"""What the ranks of a split cache exchange in a step of transformers.py, and the positions of keys
+that vllm_indexer.py exchanges."""
 
 from __future__ import annotations
 
@@ -9,6 +10,14 @@ import torch
 
 import sparse_mla
 from sparse_mla.steps.common import show
+
+
+def find_positions(local: torch.Tensor, cp: tuple[int, int, int]) -> torch.Tensor:
+    """The positions in whole requests of a rank's own, the inverse of `cp_local_positions`; -1
+    stays."""
+    rank, ranks, interleave = cp
+    positions = (local // interleave * ranks + rank) * interleave + local % interleave
+    return torch.where(local < 0, -1, positions)
 
 
 class Ranks:
@@ -54,11 +63,8 @@ class Ranks:
     def choose(self, topk_indices: torch.Tensor, values: torch.Tensor) -> None:
         """Replaces the choice from this rank's keys, local positions [T, K] with their scores, by
         the choice from all keys."""
-        rank, ranks, interleave = self.cp
-        run, inside = topk_indices // interleave, topk_indices % interleave
-        positions = torch.where(topk_indices < 0, -1, (run * ranks + rank) * interleave + inside)
         sparse_mla.top_k_merge(
-            torch.stack(self.gather(positions)),
+            torch.stack(self.gather(find_positions(topk_indices, self.cp))),
             torch.stack(self.gather(values)),
             k=topk_indices.shape[1],
             out=topk_indices,

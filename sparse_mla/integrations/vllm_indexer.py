@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmCommonMetadata
 
 import sparse_mla
+from sparse_mla.integrations._ranks import find_positions
 from sparse_mla.integrations.vllm import find_rank, logger
 
 __all__ = ["IndexerMetadata", "IndexerMetadataBuilder", "index"]
@@ -138,8 +139,6 @@ def index(
     own_lens = sparse_mla.cp_local_lengths(step.context_lens, cp=cp)
     scores = torch.empty(chosen.shape, dtype=torch.float32)
     sparse_mla.lightning_indexer(q8, scaled, cache, own_lens, values=scores, **options)
-    rank, ranks, interleave = cp
-    positions = (chosen // interleave * ranks + rank) * interleave + chosen % interleave
-    positions = torch.where(chosen < 0, -1, positions)
-    every = [get_dcp_group().all_gather(x[None], dim=0) for x in (positions, scores)]
+    candidates = find_positions(chosen, cp), scores
+    every = [get_dcp_group().all_gather(x[None], dim=0) for x in candidates]
     sparse_mla.top_k_merge(*every, k=chosen.shape[1], out=chosen)
