@@ -480,6 +480,24 @@ expect_strided_out(const array *cache, bool is_flat, DLDataType dtype)
                 "`out` must have a contiguous last dimension (stride 1), got stride 2");
 }
 
+/* `out` has the cache's pages and tokens, no fewer and no more. */
+static void
+test_dequantize_sizes(void)
+{
+    const array *cache = fill_cache(make_cache(0, 0, 3, 4));
+    const int64_t sizes[][2] = {{2, 4}, {4, 4}, {3, 3}, {3, 5}};
+    for (int i = 0; i < 4; i++) {
+        const array *out = ARRAY(fp32, sizes[i][0], sizes[i][1], ROW);
+        const smla_dequantize_kv_cache_args args = {.struct_size = sizeof args,
+                                                    .kv_cache = &cache->tensor,
+                                                    .out = &out->tensor};
+        EXPECT_FAIL(smla_dequantize_kv_cache(&args, &error), SMLA_ERROR_VALUE,
+                    "dequantize_kv_cache: `out` must have shape [3, 4, 576], got");
+        EXPECT(is_poison(out));
+    }
+    free_arrays("test_dequantize_sizes");
+}
+
 static void
 test_dequantize_strided(void)
 {
@@ -505,6 +523,7 @@ run_tests(void)
     RUN(test_gather);
     RUN(test_gather_bad_values);
     RUN(test_dequantize);
+    RUN(test_dequantize_sizes);
     RUN(test_dequantize_strided);
 }
 

@@ -342,6 +342,10 @@ test_layouts_of_inverses(void)
     EXPECT_FAIL(turn_back(&inferred), SMLA_ERROR_VALUE, "`scale_layout` must be");
     inferred.layout = -1;
     EXPECT_FAIL(turn_back(&inferred), SMLA_ERROR_VALUE, "`scale_layout` must be");
+    inferred.layout = SMLA_SCALES_INFER;
+    inferred.scale = ARRAY(bf16, 6, 2, 12);
+    EXPECT_FAIL(turn_back(&inferred), SMLA_ERROR_TYPE,
+                "`out_scale` must be float32 or int32, got bfloat16");
 }
 
 static void
