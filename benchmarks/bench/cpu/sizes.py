@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.timing import Effort, Table, find_isas, on_isa
+from bench.common.rows import Bench
+from bench.common.timing import Table, find_isas, on_isa
 from bench.cpu import attention_sizes
 from bench.cpu.subnormal import Arrays, codes, cos_sin, normal
 from bench.cpu.sweep import (
@@ -565,23 +566,16 @@ def compressor_sweeps() -> Iterator[Sweep]:
 
 def make_sweeps() -> list[Sweep]:
     families = [*attention_sizes.FAMILIES, write_sweeps, head_sweeps, copy_sweeps, read_sweeps]
-    families += [norm_sweeps]
-    families += [
-        rope_sweeps,
-        quant_sweeps,
-        projection_sweeps,
-        indexer_sweeps,
-        list_sweeps,
-        compressor_sweeps,
-    ]
+    families += [norm_sweeps, rope_sweeps, quant_sweeps, projection_sweeps, indexer_sweeps]
+    families += [list_sweeps, compressor_sweeps]
     return [sweep for family in families for sweep in family()]
 
 
 # --- the table -----------------------------------------------------------------------------------
 
 
-def measure(effort: Effort, num_threads: int) -> Table:
-    del num_threads  # one: a thread's own time is what a busy machine changes least
+def measure(bench: Bench) -> Table:
+    # One thread: its thread's own time is what a busy machine changes least
     isas = find_isas()
     title = (
         "Small and odd sizes on the CPU: the largest time over that of a larger call, one thread"
@@ -592,7 +586,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         for isa in isas:
             sweep.best.clear()
             with on_isa(isa):
-                worst[isa] = sweep.measure_within(LIMIT, 3 if effort.quick else 9, attempts=4)
+                worst[isa] = sweep.measure_within(LIMIT, 3 if bench.effort.quick else 9, attempts=4)
         cells = [f"{x:.2f} at {n}{' !' if x > LIMIT else ''}" for x, n in worst.values()]
         ratios = {isa: x for isa, (x, _) in worst.items()}
         made.add([sweep.op, sweep.of, *cells], {"operator": sweep.op, "of": sweep.of, **ratios})

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 import sparse_mla
-from bench.common.timing import Effort, Table, find_isas, on_isa
+from bench.common.rows import Bench
+from bench.common.timing import Table, find_isas, on_isa
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, V4_DATA_BYTES, V4_ROW_BYTES, row_of
 from sparse_mla._types import KvFormat
@@ -573,8 +574,8 @@ def find_ratios(case: Case, repeats: int) -> dict[str, float]:
     return {kind: best[kind] / best[None] for kind in case.kinds}
 
 
-def measure(effort: Effort, num_threads: int) -> Table:
-    del num_threads  # one, or the CPU time would be that of threads that wait, too
+def measure(bench: Bench) -> Table:
+    # One thread, or the CPU time would be that of threads that wait, too
     isas = find_isas()
     title = "Subnormal numbers on the CPU: time over that of ordinary inputs, one thread"
     table = Table(title, ["operator", "inputs", *isas], [], [])
@@ -582,7 +583,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         ratios = {}
         for isa in isas:
             with on_isa(isa):
-                ratios[isa] = find_ratios(case, 3 if effort.quick else 9)
+                ratios[isa] = find_ratios(case, 3 if bench.effort.quick else 9)
         for kind in case.kinds:
             row = {isa: ratios[isa][kind] for isa in isas}
             cells = [f"{row[isa]:.2f}{' !' if row[isa] > LIMIT else ''}" for isa in isas]
