@@ -2,7 +2,6 @@
 wrong results, busy hosts, missing packages."""
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -12,12 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import find_framework, require
+from helpers import require
 
 import sparse_mla
 from bench import run as bench
 from bench.common import noise, plot, rows, timing
-from bench.common.arrays import NumPyArrays, TorchArrays
+from bench.common.arrays import NumPyArrays
 from bench.tables import memory, projection, top_k
 
 pytestmark = pytest.mark.frameworks
@@ -306,11 +305,6 @@ def test_bench_prints_failures_and_notes(capsys):
     assert capsys.readouterr().out == want
 
 
-SIZES = {"slots": 2048, "requests": 4, "queries": 64, "norms": 600, "turned": 1024, "outputs": 16}
-SIZES |= {"merged": 8, "lists": 64, "heads": (128, 2), "rows": 256, "states": 512}
-SMALL = memory.Sizes(**SIZES)
-
-
 def bench_of(seconds=None):
     """A quick bench of the CPU; without `seconds` each side takes one."""
     effort = timing.Effort.of(True, False)
@@ -319,10 +313,11 @@ def bench_of(seconds=None):
 
 
 def test_bench_tells_results_beyond_their_bound():
-    work = rows.Work({"H": 8, "T": 2}, lambda: 1.5, lambda result: result, flop=10**9)
+    labels, columns = {"H": 8, "T": 2}, rows.rates(True)
+    work = rows.Work(lambda: 1.5, lambda result: result, flop=10**9)
     work.peers = {"batched": lambda: lambda: None, "lost": lambda: 1 / 0}
-    table = rows.make_table("T", work.labels, rows.rates(True))
-    rows.measure_row(bench_of({"ours": 2.0, "batched": 3.0}), table, rows.rates(True), work)
+    bench = bench_of({"ours": 2.0, "batched": 3.0})
+    table = rows.measure_rows(bench, "T", labels, columns, [(labels, lambda: work)])
     assert table.failures == [
         "8, 2: 1.5 × bound",
         "8, 2: lost: ZeroDivisionError: division by zero",
@@ -339,30 +334,3 @@ def test_bench_tells_wrong_bytes(monkeypatch):
     table = memory.measure(bench_of())
     assert table.failures == ["b: wrong values"]
     assert [row["right"] for row in table.records] == [True, False]
-
-
-def moves_of(device, monkeypatch):
-    """Small moves of a table, CUDA's in PyTorch on the CPU."""
-    monkeypatch.setattr(memory, "TOPK", 64)
-    if device == "cpu":
-        return memory.cpu_moves(NumPyArrays(), SMALL)
-    torch = find_framework("torch").module
-    for name, value in {"PARTIALS": (8, 8), "QUANT_ELEMENTS": 4096}.items():
-        monkeypatch.setattr(memory, name, value)
-    arrays = TorchArrays("cpu")
-    families = [x for name, x in memory.CUDA_MOVES.items() if "host" not in name]
-    torch.manual_seed(0)
-    return itertools.chain.from_iterable(make(arrays, SMALL) for make in families)
-
-
-WITHOUT_OUT = ("dequantize_kv_cache", "dynamic_per_tensor_quant")  # nothing can be looked at before
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.torch)])
-def test_moves_are_judged(device, monkeypatch):
-    """They are right only once the call has written what is looked at."""
-    for move in moves_of(device, monkeypatch):
-        if not move.name.startswith(WITHOUT_OUT):
-            assert not move.is_right(), move.name
-        move.call()
-        assert move.is_right(), move.name

@@ -11,6 +11,7 @@ from bench.common.composition import Composition
 from bench.common.timing import Table, describe_error
 
 Call = Callable[[], Any]
+Labels = dict[str, Any]  # a row begins with them, and so does its record
 
 
 @dataclass
@@ -44,9 +45,8 @@ class Bench:
 
 @dataclass
 class Work:
-    """A row: a call of ours, how it is judged, and what it has to do."""
+    """What a row measures: a call of ours, how it is judged, and what it has to do."""
 
-    labels: dict[str, Any]
     ours: Call
     judge: Callable[[Any], float]  # the error of a result as a fraction of its bound
     flop: float = 0.0
@@ -54,14 +54,6 @@ class Work:
     num_bytes: float = 0.0
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)  # they may fail
     judge_peers: Callable[[], float] | None = None
-    cells: list[str] = field(default_factory=list)  # a row begins with them, if not with its labels
-
-    def __post_init__(self) -> None:
-        self.cells = self.cells or [*map(str, self.labels.values())]
-
-    @property
-    def name(self) -> str:
-        return ", ".join(self.cells)
 
     def compose(self, peer: Composition) -> None:
         """Puts the PyTorch composition beside it, of which the faster call counts."""
@@ -75,6 +67,7 @@ class Work:
 class Measured:
     """A row's error and times."""
 
+    labels: Labels
     work: Work
     error: float
     seconds: dict[str, float]
@@ -174,39 +167,54 @@ def make_table(title: str, labels: Iterable[str], columns: Iterable[Column]) -> 
     return Table(title, [*labels, *(column.title for column in columns)], [], [])
 
 
+def show(labels: Labels) -> list[str]:
+    return [*map(str, labels.values())]
+
+
 def measure_row(
     bench: Bench,
     table: Table,
     columns: Iterable[Column],
-    work: Work,
+    row: tuple[Labels, Callable[[], Work]],
+    show: Callable[[Labels], list[str]] = show,
     sustain: Callable[[Call, Any], float] | None = None,
 ) -> None:
-    """Judges ours, then times both sides. A peer that fails is a failure, and the row goes on.
-    `sustain` gives a second time of each side, alone."""
+    """Makes a row's arrays, judges ours, then times both sides. A peer that fails is a failure, and
+    the row goes on. `sustain` gives a second time of each side, alone."""
+    labels, make = row
+    work, cells = make(), show(labels)
+    name = ", ".join(cells)
     error = work.judge(work.ours())
     if not error <= 1:
         found = "wrong" if math.isinf(error) else f"{error:.3g} × bound"
-        table.failures.append(f"{work.name}: {found}")
+        table.failures.append(f"{name}: {found}")
     sides = {"ours": work.ours}
-    for name, make in work.peers.items():
+    for side, make_peer in work.peers.items():
         try:
-            call = make()
+            call = make_peer()
             call()
-            sides[name] = call
+            sides[side] = call
         except Exception as reason:  # it has no kernel for the shape, or refuses it
-            table.failures.append(f"{work.name}: {name}: {describe_error(reason)}")
+            table.failures.append(f"{name}: {side}: {describe_error(reason)}")
     peer_error = work.judge_peers() if work.judge_peers else math.nan
-    row = Measured(work, error, bench.time(sides), peer_error)
+    found_row = Measured(labels, work, error, bench.time(sides), peer_error)
     if sustain is not None:
-        row.lasting = {name: sustain(call, bench.effort) for name, call in sides.items()}
-    record = {x.key: x.value(row) for x in columns if x.key}
+        found_row.lasting = {side: sustain(call, bench.effort) for side, call in sides.items()}
+    record = {x.key: x.value(found_row) for x in columns if x.key}
     record = {key: value for key, value in record.items() if value == value}
-    table.add([*work.cells, *(x.cell(row) for x in columns)], work.labels | record)
+    table.add([*cells, *(x.cell(found_row) for x in columns)], labels | record)
 
 
 def measure_rows(
-    bench: Bench, table: Table, columns: Sequence[Column], works: Iterable[Work]
+    bench: Bench,
+    title: str,
+    labels: Iterable[str],
+    columns: Sequence[Column],
+    rows: Iterable[tuple[Labels, Callable[[], Work]]],
+    **options: Any,
 ) -> Table:
-    for work in works:
-        measure_row(bench, table, columns, work)
+    """A table, whose first columns have `labels`. Each row has its arrays alone."""
+    table = make_table(title, labels, columns)
+    for row in rows:
+        measure_row(bench, table, columns, row, **options)
     return table

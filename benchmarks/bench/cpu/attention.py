@@ -6,7 +6,7 @@ PyTorch's rate is the better one of two calls: all tokens at once, and token by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -61,27 +61,32 @@ def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) ->
 def measure(bench: Bench) -> Table:
     dtype = prepare(bench.threads)
     title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {bench.threads} threads"
-    columns = rows.rates(dtype)
-    table = rows.make_table(title, ["cache", "H", "T"], columns)
+    caches = cache(partial(make_cache, bench.arrays))
     head_counts, token_counts = bench.choose(FULL, QUICK)
-    for kv_format in ("fp8_ds_mla", "bfloat16"):
-        kv = make_cache(bench.arrays, kv_format)
-        works = (
-            make(bench, kv_format, kv, num_heads, num_tokens, dtype)
-            for num_heads in head_counts
-            for num_tokens in token_counts
+    works = [
+        (
+            {"kv_format": kv_format, "H": num_heads, "T": num_tokens},
+            partial(make, bench, caches, kv_format, num_heads, num_tokens, dtype=dtype),
         )
-        rows.measure_rows(bench, table, columns, works)
-    return table
+        for kv_format in ("fp8_ds_mla", "bfloat16")
+        for num_heads in head_counts
+        for num_tokens in token_counts
+    ]
+    return rows.measure_rows(bench, title, ["cache", "H", "T"], rows.rates(dtype), works)
 
 
 def make(
-    bench: Bench, kv_format: str, kv: Any, num_heads: int, num_tokens: int, dtype: Any
+    bench: Bench,
+    caches: Callable[[str], np.ndarray],
+    kv_format: str,
+    num_heads: int,
+    num_tokens: int,
+    dtype: Any,
 ) -> Work:
+    kv = caches(kv_format)
     q = bench.arrays.randn(num_tokens, num_heads, KEY_DIM)
     indices = bench.arrays.randint(0, NUM_SLOTS, num_tokens, TOPK)
     work = Work(
-        {"kv_format": kv_format, "H": num_heads, "T": num_tokens},
         make_attention(q, kv, indices),
         partial(judge, q=q, kv=kv, indices=indices),
         flop=2 * num_tokens * num_heads * TOPK * (KEY_DIM + KV_LORA_RANK),

@@ -178,7 +178,8 @@ def measure(bench: Bench) -> Table:
     peer = find_peer()
     for prefill in bench.choose(PREFILLS, PREFILLS[:QUICK]):
         try:
-            rows.measure_row(bench, table, columns, make(prefill, peer), sustain)
+            row = prefill.labels(), partial(make, prefill, peer)
+            rows.measure_row(bench, table, columns, row, sustain=sustain)
         except torch.cuda.OutOfMemoryError as reason:
             table.failures.append(f"{prefill.name}: {describe_error(reason)}")
     return table
@@ -187,7 +188,6 @@ def measure(bench: Bench) -> Table:
 def make(prefill: Prefill, peer: Callable[..., object] | None) -> Work:
     arrays = make_arrays(prefill)
     return Work(
-        prefill.labels(),
         make_ours(prefill, arrays),
         partial(judge, prefill, arrays),
         flop=prefill.flop,

@@ -63,7 +63,8 @@ def measure(bench: Bench) -> Table:
     title = f"Lightning indexer, FP8, k {TOPK}, cold"
     table = rows.make_table(title, ["tokens", "keys", "heads"], columns)
     for shape in bench.choose(SHAPES, SHAPES[:QUICK]):
-        rows.measure_row(bench, table, columns, make(*shape))
+        labels = dict(zip(("tokens", "keys", "heads"), shape, strict=True))
+        rows.measure_row(bench, table, columns, (labels, partial(make, *shape)))
         torch.cuda.empty_cache()
     return table
 
@@ -72,7 +73,6 @@ def make(num_tokens: int, num_keys: int, heads: int) -> rows.Work:
     choice = Choice(make_prefill(num_tokens, num_keys, heads))
     logits = choice.work.call()
     return rows.Work(
-        {"tokens": num_tokens, "keys": num_keys, "heads": heads},
         choice.choose,
         lambda _: 0.0 if choice.is_right() else math.inf,
         floor=choice.floor(),

@@ -228,7 +228,10 @@ def measure(bench: Bench) -> Table:
     table = rows.make_table("Logits of the indexer, cold", ["work", "heads"], columns)
     module = find_deep_gemm()
     for make in make_work_items(bench.effort.quick):
-        rows.measure_row(bench, table, columns, make_row(make(), module))
+        work = make()
+        labels = {"work": work.name, "heads": work.q.shape[1]}
+        rows.measure_row(bench, table, columns, (labels, partial(make_row, work, module)))
+        del work
         torch.cuda.empty_cache()
     return table
 
@@ -237,7 +240,6 @@ def make_row(work: Work, module: Any) -> rows.Work:
     heads, peer = work.q.shape[1], work.peer
     has_peer = module is not None and peer is not None and heads in (32, 64)
     return rows.Work(
-        {"work": work.name, "heads": heads},
         work.call,
         work.judge,
         flop=2 * DIM * heads * work.count(),

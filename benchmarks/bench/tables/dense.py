@@ -101,9 +101,8 @@ def measure(bench: Bench) -> Table:
         title = f"Dense decode, {NUM_REQS} requests of {LONGEST} keys, {bench.threads} threads"
         labels, columns = ["cache", "H", "lengths"], rows.rates(dtype)
         shapes = [*cpu_shapes(bench.effort.quick)]
-    table = rows.make_table(title, labels, columns)
-    works = (make(bench, shape, dtype) for shape in shapes)
-    return rows.measure_rows(bench, table, columns, works)
+    works = [(shape.labels, partial(make, bench, shape, dtype)) for shape in shapes]
+    return rows.measure_rows(bench, title, labels, columns, works)
 
 
 class Request:
@@ -194,7 +193,7 @@ def make(bench: Bench, shape: Shape, dtype: Any = None) -> Work:
     tokens = len(shape.lens) * shape.query_len
     num_bytes = keys * call.cache.shape[-1] * call.cache.itemsize + 2 * tokens * shape.heads * width
     flop = 2 * keys * shape.query_len * shape.heads * width
-    work = Work(shape.labels, call.call(), call.judge, flop, floor_seconds(flop, num_bytes))
+    work = Work(call.call(), call.judge, flop, floor_seconds(flop, num_bytes))
     if bench.peer is not None:
         work.peers = {"FlashMLA": partial(call.peer, bench.peer)}
     elif dtype is not None:

@@ -84,9 +84,8 @@ def measure(bench: Bench) -> Table:
     else:
         title = f"Paged decode with KV heads, {bench.threads} threads"
         shapes, columns = bench.choose(CPU, (CPU[0], CPU[-1])), rows.rates(dtype)
-    table = rows.make_table(title, LABELS, columns)
-    works = (make(bench, shape, dtype) for shape in shapes)
-    return rows.measure_rows(bench, table, columns, works)
+    works = [(shape.labels(), partial(make, bench, shape, dtype)) for shape in shapes]
+    return rows.measure_rows(bench, title, LABELS, columns, works)
 
 
 def make(bench: Bench, shape: Shape, dtype: Any = None) -> Work:
@@ -106,7 +105,6 @@ def make(bench: Bench, shape: Shape, dtype: Any = None) -> Work:
     }
     read = 2 * shape.length * shape.kv_heads * k.itemsize + 4 * shape.heads
     work = Work(
-        shape.labels(),
         lambda: sparse_mla.paged_attention(*arrays, lens, **options),
         partial(judge, bench, shape, arrays),
         flop=shape.flop,

@@ -4,6 +4,7 @@ cuBLAS's on CUDA: errors, then rates and their ratio."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,9 +112,12 @@ def measure(bench: Bench) -> Table:
         if dtype is not None:
             columns.append(rate_of("PyTorch: GFLOP/s", "torch_gflops", lambda x: x.beside))
             columns.append(Column("ratio", lambda x: rows.times(x.beside / x.ours)))
-    table = rows.make_table(title, ["values", "T"], columns)
-    works = (make(bench, kind, count, dtype) for kind in KINDS for count in tokens)
-    return rows.measure_rows(bench, table, columns, works)
+    works = [
+        ({"values": kind, "T": count}, partial(make, bench, kind, count, dtype))
+        for kind in KINDS
+        for count in tokens
+    ]
+    return rows.measure_rows(bench, title, ["values", "T"], columns, works)
 
 
 def rate_of(title: str, key: str, seconds: Callable[[rows.Measured], float]) -> Column:
@@ -135,7 +139,6 @@ def make(bench: Bench, kind: str, num_tokens: int, dtype: Any) -> Work:
 
     peak = PEAK_FLOPS * (2 if kind == "e4m3" else 1)
     return Work(
-        {"values": kind, "T": num_tokens},
         inputs.call,
         lambda _: inputs.judge(a.get(inputs.out), unit),
         flop=inputs.flop(),

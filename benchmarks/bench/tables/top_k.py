@@ -6,6 +6,7 @@ the L2 cache is flushed, and a kind of logits is compared with random ones: none
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,29 +94,39 @@ def measure(bench: Bench) -> Table:
     base: dict[str, float] = {}  # the times of random logits, which come first
     if bench.is_cuda:
         title, shapes = "Top-k of fp32 rows, cold", CUDA[1:4] if quick else CUDA
-        of_random = Column(
-            "of random", lambda x: f"{x.ours / base.setdefault(str(x.work.cells[:2]), x.ours):.2f}×"
-        )
-        columns = [rows.RIGHT, rows.US, rows.FLOOR, of_random, *rows.peer("torch", "PyTorch µs")]
+
+        def of_random(x: rows.Measured) -> str:
+            return f"{x.ours / base.setdefault(str(show(x.labels)[:2]), x.ours):.2f}×"
+
+        columns = [rows.RIGHT, rows.US, rows.FLOOR, Column("of random", of_random)]
+        columns += rows.peer("torch", "PyTorch µs")
     else:
         title, shapes = f"Top-k of fp32 rows, {bench.threads} threads", CPU[:1] if quick else CPU
         peers = {"numpy": "argpartition µs"}
         peers |= {"torch": "PyTorch topk µs"} if prepare(bench.threads) else {}
         columns = [rows.RIGHT, Column("µs", lambda x: f"{1e6 * x.ours:.0f}", "us", rows.US.value)]
         columns += [x for side, title in peers.items() for x in rows.peer(side, title, ".0f")]
-    table = rows.make_table(title, ["rows", "k", "logits"], columns)
-    kinds = ("random", "constant") if quick else KINDS
-    works = (make(bench, shape, kind) for shape in shapes for kind in kinds)
-    return rows.measure_rows(bench, table, columns, works)
+    works = [
+        (
+            {"rows": shape[0], "columns": shape[1], "k": shape[2], "logits": kind},
+            partial(make, bench, shape, kind),
+        )
+        for shape in shapes
+        for kind in (("random", "constant") if quick else KINDS)
+    ]
+    return rows.measure_rows(bench, title, ["rows", "k", "logits"], columns, works, show=show)
+
+
+def show(labels: rows.Labels) -> list[str]:
+    num_rows, num_columns, *others = labels.values()
+    return [f"{num_rows} × {num_columns}", *map(str, others)]
 
 
 def make(bench: Bench, shape: tuple[int, int, int], kind: str) -> Work:
     inputs = Inputs(bench.arrays, kind, shape)
     return Work(
-        {"rows": shape[0], "columns": shape[1], "k": shape[2], "logits": kind},
         inputs.call,
         inputs.judge,
         floor=inputs.num_bytes / PEAK_BYTES,
         peers=inputs.peers(bench),
-        cells=[f"{shape[0]} × {shape[1]}", str(shape[2]), kind],
     )

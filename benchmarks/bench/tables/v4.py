@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,10 +44,6 @@ class Inputs:
     scale: float
     sink: Any = None
     num_reqs: int = 1
-
-    @property
-    def keys(self) -> str:
-        return "+".join(str(x.shape[1]) for x in self.indices)
 
 
 def spread(inputs: Inputs) -> None:
@@ -111,10 +107,24 @@ def measure(bench: Bench) -> Table:
         title = f"DeepSeek V4, {num_rows} rows in each cache, {bench.threads} threads"
         labels, columns = ["cache", "keys", "H", "T"], rows.rates(dtype)
         shapes = cpu_shapes(bench.effort.quick)
-    table = rows.make_table(title, labels, columns)
-    caches = [make_cache(bench, count) for count in pages]
-    works = (make(bench, make_inputs(bench, caches, shape), shape, dtype) for shape in shapes)
-    return rows.measure_rows(bench, table, columns, works)
+
+    @cache
+    def caches() -> list[Any]:
+        return [make_cache(bench, count) for count in pages]
+
+    works = [(labels_of(bench, x), partial(make, bench, caches, x, dtype)) for x in shapes]
+    return rows.measure_rows(bench, title, labels, columns, works)
+
+
+def labels_of(bench: Bench, shape: Shape) -> rows.Labels:
+    tokens, keys = shape.num_reqs * shape.query_len, "+".join(map(str, widths_of(shape)))
+    if bench.is_cuda:
+        return {"T": tokens, "H": shape.heads, "keys": keys, "kind": shape.kind}
+    return {"kv_format": "fp8_v4", "keys": keys, "H": shape.heads, "T": tokens}
+
+
+def widths_of(shape: Shape) -> list[int]:
+    return [shape.topk] if shape.query_len == PREFILL_TOKENS else [WINDOW, shape.topk]
 
 
 def make_cache(bench: Bench, num_pages: int) -> Any:
@@ -129,7 +139,7 @@ def make_cache(bench: Bench, num_pages: int) -> Any:
 
 def make_inputs(bench: Bench, caches: list[Any], shape: Shape) -> Inputs:
     a, tokens = bench.arrays, shape.num_reqs * shape.query_len
-    widths = [shape.topk] if shape.query_len == PREFILL_TOKENS else [WINDOW, shape.topk]
+    widths = widths_of(shape)
     caches = caches[-len(widths) :]
     indices = [
         a.randint(1, len(cache) * BLOCK_SIZE, tokens, width)
@@ -184,16 +194,13 @@ def make_peer(bench: Bench, inputs: Inputs) -> Call:
     return call
 
 
-def make(bench: Bench, inputs: Inputs, shape: Shape, dtype: Any) -> Work:
+def make(bench: Bench, caches: Callable[[], list[Any]], shape: Shape, dtype: Any) -> Work:
+    inputs = make_inputs(bench, caches(), shape)
     tokens, heads, _ = inputs.q.shape
-    if bench.is_cuda:
-        labels = {"T": tokens, "H": heads, "keys": inputs.keys, "kind": shape.kind}
-    else:
-        labels = {"kv_format": "fp8_v4", "keys": inputs.keys, "H": heads, "T": tokens}
     num_keys = sum(int((x >= 0).sum()) for x in inputs.indices)
     num_bytes = num_keys * ROW_BYTES + tokens * heads * DIM * 4
     flop = 4 * num_keys * heads * DIM
-    work = Work(labels, make_ours(bench, inputs), partial(judge, bench, inputs))
+    work = Work(make_ours(bench, inputs), partial(judge, bench, inputs))
     work.flop, work.floor = flop, floor_seconds(flop, num_bytes)
     if bench.peer is not None and len(inputs.caches) == 2:
         work.peers = {"FlashMLA": partial(make_peer, bench, inputs)}

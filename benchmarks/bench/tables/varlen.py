@@ -85,8 +85,8 @@ def measure(bench: Bench) -> Table:
         rate, ratio = rows.PEER_RATES
         peers = [replace(rate, title="PyTorch: GFLOP/s"), ratio] if prepare(bench.threads) else []
         columns = [*rows.RATES, *peers]
-    table = rows.make_table(title, shapes[0].labels(), columns)
-    return rows.measure_rows(bench, table, columns, (make(bench, shape) for shape in shapes))
+    works = [(shape.labels(), partial(make, bench, shape)) for shape in shapes]
+    return rows.measure_rows(bench, title, shapes[0].labels(), columns, works)
 
 
 def show_peer(name: str, row: rows.Measured) -> str:
@@ -107,7 +107,6 @@ def make(bench: Bench, shape: Shape) -> Work:
         "lse": a.zeros(shape.num_tokens, shape.heads, dtype="float32"),
     }
     return Work(
-        shape.labels(),
         lambda: sparse_mla.varlen_attention(q, k, v, starts, starts, **options),
         partial(judge, bench, shape, arrays),
         flop=shape.flop,
