@@ -4,7 +4,7 @@ they take. sizes.py makes a table of their times."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,6 +70,21 @@ class Sweep:
             if self.find_worst()[0] <= limit:
                 break
         return self.find_worst()
+
+
+def vary(op: str, make: Callable[..., Arrays], prefix: str = "", **sizes: Any) -> Iterator[Sweep]:
+    """Sweeps of one argument of `make` each, by its name. `place` has names of arrays, which lie at
+    PLACES."""
+    for name, values in sizes.items():
+        if name == "place":
+            yield Sweep(op, f"{prefix}place", PLACES, placed(make, *values))
+        else:
+            sized = partial(call_with, make, name)
+            yield Sweep(op, prefix + name.replace("_", " "), values, sized)
+
+
+def call_with(make: Callable[..., Arrays], name: str, value: Any) -> Arrays:
+    return make(**{name: value})
 
 
 def cpu_seconds(call: Callable[[], object], count: int) -> float:
