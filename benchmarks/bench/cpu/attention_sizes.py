@@ -8,25 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from bench.cpu.subnormal import Arrays, codes, normal
-from bench.cpu.sweep import (
-    FEW,
-    HEADS,
-    MANY,
-    PAGES,
+from bench.cpu.arguments import (
     SLOTS,
-    SPARSE,
-    WIDTHS,
-    Sweep,
+    Arrays,
     cache_of,
+    codes,
     drawn,
     format_of,
     full,
     keep,
+    normal,
     starts,
     table,
-    vary,
 )
+from bench.cpu.sweep import FEW, HEADS, MANY, PAGES, SPARSE, WIDTHS, Sweep, vary
 from sparse_mla._judge import BF16
 from sparse_mla._rows import KEY_DIM
 

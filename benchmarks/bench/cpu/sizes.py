@@ -15,29 +15,35 @@ import numpy as np
 from bench.common.rows import Bench
 from bench.common.timing import Table, find_isas, on_isa
 from bench.cpu import attention_sizes
-from bench.cpu.subnormal import Arrays, codes, cos_sin, normal
-from bench.cpu.sweep import (
-    FEW,
-    HEADS,
-    MANY,
-    PAGES,
+from bench.cpu.arguments import (
     SLOTS,
-    SPARSE,
-    WIDTHS,
-    Sweep,
+    Arrays,
     cache_of,
-    call_with,
+    codes,
+    concat,
+    cos_sin,
     drawn,
     format_of,
     full,
+    gather,
+    index_queries,
+    insert,
+    inverse,
+    k_up,
     keep,
+    kv_up,
+    norm,
+    normal,
     pages_of,
+    queries,
     starts,
     table,
-    vary,
+    turn,
+    turn_and_write,
+    v_up,
 )
+from bench.cpu.sweep import FEW, HEADS, MANY, PAGES, SPARSE, WIDTHS, Sweep, call_with, vary
 from sparse_mla._judge import BF16
-from sparse_mla._rows import KEY_DIM
 
 SHORT = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)  # columns of a row
 VALUES = (60, 24, 16, 15, 10, 8, 6, 5, 4, 3, 2, 1)  # a group has: fewer make more scales
@@ -49,22 +55,6 @@ LIMIT = 1.3  # times the quickest call that comes later in a sweep
 
 
 def write_sweeps() -> Iterator[Sweep]:
-    def concat(fmt: str, tokens: int = 128, page: int = 64, slots: str = "all") -> Arrays:
-        return {
-            "kv_c": normal(tokens, 512),
-            "k_pe": normal(tokens, 64),
-            "kv_cache": pages_of(fmt, page),
-            "slot_mapping": keep(np.arange(tokens), slots),
-        }
-
-    def insert(fmt: str, tokens: int = 128, page: int = 64, slots: str = "all") -> Arrays:
-        return {
-            "k": normal(tokens, 128 if fmt.endswith("index") else 512),
-            "k_cache": pages_of(fmt, page),
-            "slot_mapping": keep(np.arange(tokens), slots),
-            **format_of(fmt),
-        }
-
     writers: dict[str, tuple[Callable[..., Arrays], tuple[str, ...]]] = {
         "concat_and_cache_mla": (concat, ("bfloat16", "fp8_ds_mla")),
         "quantize_and_insert_k_cache": (insert, ("fp8_v4", "fp8_e4m3", "fp8_v41", "fp8_nope")),
@@ -116,17 +106,6 @@ def copy_sweeps() -> Iterator[Sweep]:
 
 
 def read_sweeps() -> Iterator[Sweep]:
-    def gather(fmt: str, requests: int = 4, tokens: int = 64, page: int = 64) -> Arrays:
-        dim = KEY_DIM if fmt in ("bfloat16", "fp8_ds_mla") else 512
-        return {
-            "kv_cache": cache_of(fmt, page),
-            "block_table": table(requests, tokens, page),
-            "seq_lens": full(requests, tokens),
-            "workspace_starts": starts(requests * tokens, tokens)[:-1],
-            "out": np.zeros((requests * tokens, dim), BF16),
-            **format_of(fmt),
-        }
-
     def gather_last(requests: int = 4, tokens: int = 64, page: int = 64) -> Arrays:
         return {
             "out": np.zeros((requests, tokens, 512), BF16),
@@ -161,21 +140,6 @@ def read_sweeps() -> Iterator[Sweep]:
 
 
 def norm_sweeps() -> Iterator[Sweep]:
-    def norm(width: int = 512, tokens: int = 128) -> Arrays:
-        rows = {"q": normal(tokens, width), "kv": normal(tokens, 512)}
-        return rows | {"q_weight": normal(width), "kv_weight": normal(512), "eps": 1e-6}
-
-    def queries(tokens: int = 32, heads: int = 4, page: int = 64) -> Arrays:
-        return {
-            "q": normal(tokens, heads, 512),
-            "kv": normal(tokens, 512),
-            "positions": np.arange(tokens),
-            "rope_table": cos_sin(64),
-            "kv_cache": pages_of("fp8_v4", page),
-            "slot_mapping": np.arange(tokens),
-            "eps": 1e-6,
-        }
-
     inputs = ("q", "kv")
     yield from vary("fused_q_kv_rmsnorm", norm, width=WIDTHS, tokens=FEW, place=inputs)
     sizes: dict[str, Any] = {"heads": FEW, "tokens": FEW, "page": PAGES, "place": inputs}
@@ -183,29 +147,6 @@ def norm_sweeps() -> Iterator[Sweep]:
 
 
 def rope_sweeps() -> Iterator[Sweep]:
-    def turn(tokens: int = 32, heads: int = 8, dim: int = 64, kind: Any = BF16) -> Arrays:
-        return {
-            "positions": np.arange(tokens),
-            "q_pe": normal(tokens, heads, dim, dtype=kind),
-            "k_pe": normal(tokens, dim, dtype=kind),
-            "rope_table": normal(tokens, dim, dtype=np.float32),
-        }
-
-    def turn_and_write(
-        fmt: str, tokens: int = 32, heads: int = 8, page: int = 64, slots: str = "all"
-    ) -> Arrays:
-        written = {"kv_c": normal(tokens, 512), "kv_cache": pages_of(fmt, page)}
-        return turn(tokens, heads) | written | {"slot_mapping": keep(np.arange(tokens), slots)}
-
-    def inverse(tokens: int = 16, heads: int = 8, *, quantizes: bool) -> Arrays:
-        return {
-            "o": normal(tokens, heads, 512),
-            "positions": np.arange(tokens),
-            "rope_table": cos_sin(64),
-            "groups": 1,
-            "quantize": quantizes,
-        }
-
     dims = tuple(2 * n for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64))
     for kind in (BF16, np.float32):
         for interleaved in (True, False):
@@ -267,15 +208,6 @@ def quant_sweeps() -> Iterator[Sweep]:
 
 
 def projection_sweeps() -> Iterator[Sweep]:
-    def k_up(tokens: int = 8, heads: int = 2, dims: int = 128) -> Arrays:
-        return {"q_nope": normal(tokens, heads, dims), "W_UK": normal(512, heads, dims)}
-
-    def v_up(tokens: int = 8, heads: int = 2, dims: int = 128) -> Arrays:
-        return {"x": normal(tokens, heads, 512), "W_UV": normal(512, heads, dims)}
-
-    def kv_up(tokens: int = 8, columns: int = 256) -> Arrays:
-        return {"kv_c": normal(tokens, 512), "kv_b_proj": normal(512, columns)}
-
     def grouped(tokens: int = 8, groups: int = 2, depth: int = 256, rank: int = 128) -> Arrays:
         o, weight = normal(tokens, groups, depth), normal(groups, rank, depth)
         return {"o": o, "o_scale": None, "weight": weight, "weight_scale": None}
@@ -324,17 +256,6 @@ def projection_sweeps() -> Iterator[Sweep]:
 
 
 def indexer_sweeps() -> Iterator[Sweep]:
-    def queries(tokens: int = 32, heads: int = 8, *, fp4: bool) -> Arrays:
-        return {
-            "q": normal(tokens, heads, 128),
-            "weights": normal(tokens, heads, dtype=np.float32),
-            "positions": np.arange(tokens),
-            "rope_table": cos_sin(64),
-            "softmax_scale": 0.1,
-            "head_scale": 0.5,
-            "use_fp4": fp4,
-        }
-
     def logits(
         tokens: int = 4,
         heads: int = 32,
@@ -359,7 +280,7 @@ def indexer_sweeps() -> Iterator[Sweep]:
         )
 
     for fp4 in (False, True):
-        prefix, rows = "fp4, " if fp4 else "fp8, ", partial(queries, fp4=fp4)
+        prefix, rows = "fp4, " if fp4 else "fp8, ", partial(index_queries, fp4=fp4)
         sizes = {"heads": HEADS, "tokens": FEW, "place": ("q",)}
         yield from vary("fused_indexer_q_rope_quant", rows, prefix, **sizes)
         sizes = {"keys": MANY, "heads": HEADS, "tokens": FEW, "page": (2, 64)}
