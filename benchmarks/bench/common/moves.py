@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,11 @@ class Op:
     slots: Array = None
     data_bytes: int = 0
 
-    def call(self) -> Any:
+    @cached_property
+    def call(self) -> Callable[[], Any]:
         given = self.tokens | self.others | self.outs | self.cache
         given |= {"slot_mapping": self.slots} if self.cache else {}
-        return getattr(sparse_mla, self.name)(**given)
+        return partial(getattr(sparse_mla, self.name), **given)
 
     def is_right(self, judge: Callable[..., bool] | None) -> bool:
         """Looks at some tokens: what `judge` says of their numbers and results or, without it,

@@ -133,7 +133,7 @@ def gflops(x: Measured, seconds: float) -> float:
     return x.work.flop / seconds / 1e9
 
 
-def side(error: float, rate: float) -> dict[str, float]:
+def rated(error: float, rate: float) -> dict[str, float]:
     return {"error_over_bound": error, "gflops": rate} if error == error else {"gflops": rate}
 
 
@@ -144,7 +144,7 @@ RATES = (
         "GFLOP/s",
         lambda x: f"{gflops(x, x.ours):.0f}",
         "ours",
-        lambda x: side(x.error, gflops(x, x.ours)),
+        lambda x: rated(x.error, gflops(x, x.ours)),
     ),
 )
 PEER_ERROR = Column("PyTorch: error/bound", lambda x: f"{x.peer_error:.3g}")
@@ -153,7 +153,7 @@ PEER_RATES = (
         "GFLOP/s",
         lambda x: f"{gflops(x, x.beside):.0f}",
         "torch",
-        lambda x: side(x.peer_error, gflops(x, x.beside)),
+        lambda x: rated(x.peer_error, gflops(x, x.beside)),
     ),
     Column("ratio", lambda x: times(x.beside / x.ours), "ratio", lambda x: x.beside / x.ours),
 )
