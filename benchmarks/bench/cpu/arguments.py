@@ -10,7 +10,7 @@ import numpy as np
 
 import sparse_mla
 from sparse_mla._judge import BF16
-from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, row_of
+from sparse_mla._rows import KEY_DIM, row_of
 
 Arrays = dict[str, Any]
 SLOTS = 1024
@@ -91,7 +91,7 @@ def format_of(fmt: str) -> Arrays:
 def pages_of(fmt: str, page: int) -> np.ndarray:
     if fmt == "bfloat16":
         return np.zeros((SLOTS // page, page, KEY_DIM), BF16)
-    row = FP8_ROW_BYTES if fmt == "fp8_ds_mla" else row_of(fmt)  # type: ignore[arg-type]
+    row = row_of(fmt)  # type: ignore[arg-type]
     return np.zeros((SLOTS // page, page, row), np.uint8)
 
 

@@ -14,7 +14,6 @@ from bench.common.moves import Move, Op, same_bytes, sizes_of
 from sparse_mla._judge import BF16, SCALE_TILE, exact_v4_rows, upconvert_rows
 from sparse_mla._rows import (
     BF16_ROW_BYTES,
-    FP8_ROW_BYTES,
     KEY_DIM,
     KV_LORA_RANK,
     V4_DATA_BYTES,
@@ -52,13 +51,16 @@ def make_slots(a: Arrays, count: int, run: int = BLOCK_SIZE) -> Any:
     return (first + a.put(np.arange(run))).reshape(-1)
 
 
+def make_cache(a: Arrays, fmt: Any, pages: int) -> Any:
+    dtype = "bfloat16" if fmt == "bfloat16" else "uint8"
+    return a.zeros(pages, BLOCK_SIZE, row_of(fmt), dtype=dtype)
+
+
 def insert(a: Arrays, fmt: Any, count: int, run: int = BLOCK_SIZE, slots: Any = None) -> Op:
     """Rows to all slots of a cache or, by `slots`, to one page each."""
     (name, widths), data_bytes = WRITES[fmt]
-    row, dtype = (FP8_ROW_BYTES, "uint8") if fmt == "fp8_ds_mla" else (row_of(fmt), "uint8")
-    dtype = "bfloat16" if fmt == "bfloat16" else dtype
     pages = count // BLOCK_SIZE if slots is None else count
-    cache = a.zeros(pages, BLOCK_SIZE, row, dtype=dtype)
+    cache = make_cache(a, fmt, pages)
     values = {x: a.shared(count, width) for x, width in widths.items()}
     options = {} if name == CONCAT[0] else {"kv_format": fmt}
     slots = make_slots(a, count, run) if slots is None else slots

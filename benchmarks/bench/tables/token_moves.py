@@ -16,11 +16,12 @@ from bench.tables.cache_moves import (
     NOPE,
     ROWS,
     Arrays,
+    make_cache,
     make_v4_rows,
     quantise,
 )
 from sparse_mla._judge import BF16
-from sparse_mla._rows import FP8_ROW_BYTES, KV_LORA_RANK, V4_DATA_BYTES, V4_ROW_BYTES, row_of
+from sparse_mla._rows import KV_LORA_RANK, V4_DATA_BYTES, V4_ROW_BYTES
 
 
 class Tokens:
@@ -102,8 +103,7 @@ def turn(a: Arrays, t: Tokens, num_heads: int, name: str = "", interleaved: bool
 def turn_and_write(a: Arrays, t: Tokens, num_heads: int, name: str, fmt: Any, slots: Any) -> Move:
     """Queries turned, keys turned and written."""
     q, k, kv_c = (a.shared(t.count, *size) for size in ((num_heads, 64), (64,), (KV_LORA_RANK,)))
-    row, dtype = (row_of(fmt), "bfloat16") if fmt == "bfloat16" else (FP8_ROW_BYTES, "uint8")
-    cache = a.zeros(t.count // BLOCK_SIZE, BLOCK_SIZE, row, dtype=dtype)
+    cache = make_cache(a, fmt, t.count // BLOCK_SIZE)
     tokens = {"positions": t.positions, "q_pe": q, "k_pe": k, "kv_c": kv_c}
     outs, others = {"q_out": a.zeros(*q.shape)}, {"rope_table": t.table}
     op = Op(a, "rope_and_cache_mla", tokens, others, outs, {"kv_cache": cache})
