@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,40 +17,47 @@ from typing import Any
 import sparse_mla
 from bench.common import noise, plot
 from bench.common.summary import summarise
-from bench.common.timing import Effort, Table
-from bench.cpu import (
-    attention,
-    calls,
-    dense,
-    layer,
-    memory,
-    paged,
-    paged_layer,
-    paged_steps,
-    projection,
-    sizes,
-    subnormal,
-    top_k,
-    v4,
-    varlen,
-)
+from bench.common.timing import Effort, Table, describe_error, interleave
 from sparse_mla import _info
 
-CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
-    "attention": attention.measure,
-    "v4": v4.measure,
-    "dense": dense.measure,
-    "varlen": varlen.measure,
-    "paged": paged.measure,
-    "paged_layer": paged_layer.measure,
-    "paged_steps": paged_steps.measure,
-    "layer": layer.measure,
-    "bytes": memory.measure,
-    "projection": projection.measure,
-    "top_k": top_k.measure,
-    "calls": calls.measure,
-    "subnormal": subnormal.measure,
-    "sizes": sizes.measure,
+# The tables of a device in their order -> the module that measures them, which may import PyTorch.
+CPU_TABLES = {
+    "attention": "cpu.attention",
+    "v4": "tables.v4",
+    "dense": "tables.dense",
+    "varlen": "tables.varlen",
+    "paged": "tables.paged",
+    "paged_layer": "tables.paged_layer",
+    "paged_steps": "tables.paged_steps",
+    "layer": "tables.layer",
+    "bytes": "tables.memory",
+    "projection": "tables.projection",
+    "top_k": "tables.top_k",
+    "calls": "tables.calls",
+    "subnormal": "cpu.subnormal",
+    "sizes": "cpu.sizes",
+}
+CUDA_TABLES = {
+    "decode": "cuda.decode",
+    "prefill": "cuda.prefill",
+    "inputs": "cuda.sent",
+    "v4": "tables.v4",
+    "dense": "tables.dense",
+    "varlen": "tables.varlen",
+    "paged": "tables.paged",
+    "paged_layer": "tables.paged_layer",
+    "paged_steps": "tables.paged_steps",
+    "dense_prefill": "cuda.dense_prefill",
+    "prefill_layer": "cuda.prefill_layer",
+    "layer": "tables.layer",
+    "bytes": "tables.memory",
+    "projection": "tables.projection",
+    "linear": "cuda.linear",
+    "logits": "cuda.logits",
+    "top_k": "tables.top_k",
+    "lightning": "cuda.lightning",
+    "helpers": "cuda.helpers",
+    "calls": "tables.calls",
 }
 BY_NAME_ONLY = ("subnormal", "sizes")  # about behaviour, not about the machine: measured on request
 WITHOUT_RATES = (
@@ -62,28 +69,6 @@ WITHOUT_RATES = (
     "subnormal",
     "sizes",
 )  # tables of the CPU that --plot cannot show
-CUDA_TABLES = (
-    "decode",
-    "prefill",
-    "inputs",
-    "v4",
-    "dense",
-    "varlen",
-    "paged",
-    "paged_layer",
-    "paged_steps",
-    "dense_prefill",
-    "prefill_layer",
-    "layer",
-    "bytes",
-    "projection",
-    "linear",
-    "logits",
-    "top_k",
-    "lightning",
-    "helpers",
-    "calls",
-)
 CUDA_GROUPS = {
     "attention": ("decode", "prefill", "inputs"),
     "projection": ("projection", "linear"),
@@ -220,10 +205,14 @@ def restart(num_threads: int) -> None:
 
 
 def measure_cpu(options: argparse.Namespace) -> Iterator[Table]:
+    from bench.common.arrays import NumPyArrays
+    from bench.common.rows import Bench
+
     effort = Effort.of(options.quick, options.best)
     usual = [name for name in CPU_TABLES if name not in BY_NAME_ONLY]
     for name in [options.only] if options.only else usual:
-        table = CPU_TABLES[name](effort, options.threads)
+        bench = Bench(NumPyArrays(), effort, interleave, options.threads)
+        table: Table = import_module(f"bench.{CPU_TABLES[name]}").measure(bench)
         table.take_spreads(effort.spreads)
         yield table
 
@@ -274,57 +263,19 @@ def find_rows(options: argparse.Namespace) -> Any:
 
 
 def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
+    from bench.common.arrays import TorchArrays
     from bench.common.peer import find_peer
-    from bench.cuda import attention as cuda_attention
-    from bench.cuda import calls as cuda_calls
-    from bench.cuda import dense as cuda_dense
-    from bench.cuda import dense_prefill as cuda_dense_prefill
-    from bench.cuda import helpers as cuda_helpers
-    from bench.cuda import layer as cuda_layer
-    from bench.cuda import lightning as cuda_lightning
-    from bench.cuda import linear as cuda_linear
-    from bench.cuda import logits as cuda_logits
-    from bench.cuda import memory as cuda_memory
-    from bench.cuda import paged as cuda_paged
-    from bench.cuda import paged_layer as cuda_paged_layer
-    from bench.cuda import paged_steps as cuda_paged_steps
-    from bench.cuda import prefill_layer as cuda_prefill_layer
-    from bench.cuda import projection as cuda_projection
-    from bench.cuda import sent as cuda_sent
-    from bench.cuda import top_k as cuda_top_k
-    from bench.cuda import v4 as cuda_v4
-    from bench.cuda import varlen as cuda_varlen
-    from bench.cuda.timing import CudaEffort, describe_error, torch
+    from bench.common.rows import Bench
+    from bench.cuda.timing import DEVICE, CudaEffort, interleave_flushed, torch
 
     torch.manual_seed(0)
     effort = CudaEffort.of(options.quick, options.best)
-    peer, _ = find_peer()
-    measure: dict[str, Callable[[], Table]] = {
-        "decode": lambda: cuda_attention.measure_decode(effort, peer),
-        "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
-        "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
-        "v4": lambda: cuda_v4.measure_v4(effort, peer),
-        "dense": lambda: cuda_dense.measure_dense(effort, peer),
-        "varlen": lambda: cuda_varlen.measure_varlen(effort),
-        "paged": lambda: cuda_paged.measure_paged(effort),
-        "paged_layer": lambda: cuda_paged_layer.measure_paged_layer(effort),
-        "paged_steps": lambda: cuda_paged_steps.measure_paged_steps(effort),
-        "dense_prefill": lambda: cuda_dense_prefill.measure_dense_prefill(effort),
-        "prefill_layer": lambda: cuda_prefill_layer.measure_prefill_layer(effort),
-        "layer": lambda: cuda_layer.measure_layer(effort),
-        "bytes": lambda: cuda_memory.measure_bytes(effort),
-        "projection": lambda: cuda_projection.measure_projections(effort),
-        "linear": lambda: cuda_linear.measure_linear(effort),
-        "top_k": lambda: cuda_top_k.measure_top_k(effort),
-        "logits": lambda: cuda_logits.measure_logits(effort),
-        "lightning": lambda: cuda_lightning.measure_lightning(effort),
-        "helpers": lambda: cuda_helpers.measure_helpers(effort),
-        "calls": lambda: cuda_calls.measure_calls(effort),
-    }
+    arrays, (peer, _) = TorchArrays(DEVICE), find_peer()
+    bench = Bench(arrays, effort, interleave_flushed, peer=peer, rows=rows)
     only = CUDA_GROUPS.get(options.only, (options.only,))
     for name in only if options.only else CUDA_TABLES:
         try:
-            table = measure[name]()
+            table: Table = import_module(f"bench.{CUDA_TABLES[name]}").measure(bench)
         except Exception as error:  # the device may be lost; earlier tables are still printed
             table = Table(name, ["-"], [], [], failures=[describe_error(error)])
         table.take_spreads(effort.spreads)

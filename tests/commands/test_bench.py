@@ -15,10 +15,9 @@ from helpers import require
 
 import sparse_mla
 from bench import run as bench
-from bench.common import compressor, index_lists, noise, plot, timing
-from bench.cpu import attention, memory, projection, top_k
-from sparse_mla import _judge
-from sparse_mla.ops import index
+from bench.common import noise, plot, rows, timing
+from bench.common.arrays import NumPyArrays
+from bench.tables import memory, projection, top_k
 
 pytestmark = pytest.mark.frameworks
 
@@ -49,37 +48,24 @@ def test_bench_starts_over_with_its_threads(monkeypatch):
 def cuda_tables(monkeypatch):
     """CUDA tables that need no GPU. Returns the list to which a measured table adds its name."""
     from bench.common import peer
-    from bench.cuda import attention as cuda_attention
-    from bench.cuda import calls as cuda_calls
-    from bench.cuda import dense as cuda_dense
-    from bench.cuda import dense_prefill as cuda_dense_prefill
-    from bench.cuda import helpers as cuda_helpers
-    from bench.cuda import layer as cuda_layer
-    from bench.cuda import lightning as cuda_lightning
-    from bench.cuda import linear as cuda_linear
-    from bench.cuda import logits as cuda_logits
-    from bench.cuda import memory as cuda_memory
-    from bench.cuda import paged as cuda_paged
-    from bench.cuda import paged_layer as cuda_paged_layer
-    from bench.cuda import paged_steps as cuda_paged_steps
-    from bench.cuda import prefill_layer as cuda_prefill_layer
-    from bench.cuda import projection as cuda_projection
-    from bench.cuda import sent as cuda_sent
     from bench.cuda import timing as cuda_timing
-    from bench.cuda import top_k as cuda_top_k
-    from bench.cuda import v4 as cuda_v4
-    from bench.cuda import varlen as cuda_varlen
 
     measured = []
+    records = {"decode": {"us": 5.0, "floor_us": 4.0}, "prefill": {"us": 5.0, "floor_us": 4.0}}
+    failures = {"prefill": ["far off"]}
 
-    def maker(name, record=None, failures=()):
-        def measure(*arguments):
+    def find(module):
+        name = next(x for x, y in bench.CUDA_TABLES.items() if f"bench.{y}" == module)
+
+        def measure(given):
+            assert given.is_cuda
             measured.append(name)
-            if record is None:
+            if name == "inputs":
                 raise RuntimeError("the device\nis lost")
-            return timing.Table(name, ["us"], [["5"]], [record], [*failures])
+            record = records.get(name, {"us": 3.0})
+            return timing.Table(name, ["us"], [["5"]], [record], failures.get(name, []))
 
-        return measure
+        return SimpleNamespace(measure=measure)
 
     facts = SimpleNamespace(name="A GPU", multi_processor_count=132, L2_cache_size=50 << 20)
     torch = SimpleNamespace(
@@ -87,35 +73,9 @@ def cuda_tables(monkeypatch):
         __version__="9",
         cuda=SimpleNamespace(get_device_properties=lambda place: facts),
     )
-    record = {"us": 5.0, "floor_us": 4.0}
     monkeypatch.setattr(cuda_timing, "torch", torch)
     monkeypatch.setattr(peer, "find_peer", lambda: (None, "none here"))
-    monkeypatch.setattr(cuda_attention, "measure_decode", maker("decode", record))
-    monkeypatch.setattr(cuda_attention, "measure_prefill", maker("prefill", record, ["far off"]))
-    monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
-    monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
-    monkeypatch.setattr(cuda_dense, "measure_dense", maker("dense", {"us": 3.0}))
-    monkeypatch.setattr(cuda_varlen, "measure_varlen", maker("varlen", {"us": 3.0}))
-    monkeypatch.setattr(cuda_paged, "measure_paged", maker("paged", {"us": 3.0}))
-    paged_layers = maker("paged_layer", {"us": 3.0})
-    monkeypatch.setattr(cuda_paged_layer, "measure_paged_layer", paged_layers)
-    paged_steps = maker("paged_steps", {"ours_host_us": 3.0})
-    monkeypatch.setattr(cuda_paged_steps, "measure_paged_steps", paged_steps)
-    long_prefills = maker("dense_prefill", {"us": 3.0})
-    monkeypatch.setattr(cuda_dense_prefill, "measure_dense_prefill", long_prefills)
-    prefills = maker("prefill_layer", {"us": 3.0})
-    monkeypatch.setattr(cuda_prefill_layer, "measure_prefill_layer", prefills)
-    monkeypatch.setattr(cuda_layer, "measure_layer", maker("layer", {"us": 3.0}))
-    monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
-    products = maker("projection", {"us": 2.0})
-    monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
-    monkeypatch.setattr(cuda_projection, "measure_projections", products)
-    monkeypatch.setattr(cuda_linear, "measure_linear", maker("linear", {"us": 2.0}))
-    monkeypatch.setattr(cuda_logits, "measure_logits", maker("logits", {"us": 2.0}))
-    choices = maker("lightning", {"us": 2.0})
-    monkeypatch.setattr(cuda_lightning, "measure_lightning", choices)
-    monkeypatch.setattr(cuda_helpers, "measure_helpers", maker("helpers", {"us_1": 2.0}))
-    monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
+    monkeypatch.setattr(bench, "import_module", find)
     monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
     return measured
 
@@ -125,23 +85,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     require("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    wanted = ["decode", "prefill", "inputs", "v4", "dense", "varlen", "paged"]
-    wanted += [
-        "paged_layer",
-        "paged_steps",
-        "dense_prefill",
-        "prefill_layer",
-        "layer",
-        "bytes",
-        "projection",
-        "linear",
-        "logits",
-        "top_k",
-        "lightning",
-        "helpers",
-        "calls",
-    ]
-    assert cuda_tables == wanted
+    assert cuda_tables == list(bench.CUDA_TABLES)
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
     assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out
@@ -177,7 +121,7 @@ def test_bench_judges_projections(kind, monkeypatch):
     """Right results are within their bound, and a result beside it is noticed."""
     for name, size in {"GROUPS": 2, "INNER": 512, "OUTER": 256}.items():
         monkeypatch.setattr(projection, name, size)
-    inputs = projection.Inputs(kind, 5, lambda x: x)
+    inputs = projection.Inputs(kind, 5, np.asarray)
     inputs.call()
     assert inputs.judge(inputs.out, projection.FINE) <= 1
     assert inputs.flop() == 2 * 5 * 2 * 512 * 256
@@ -193,21 +137,21 @@ def test_bench_judges_projections(kind, monkeypatch):
 @pytest.mark.parametrize("kind", top_k.KINDS)
 def test_bench_judges_top_k(kind):
     """Right columns are accepted, and another column is noticed."""
-    inputs = top_k.Inputs(kind, (3, 500, 20), lambda x: x, lambda x, n: np.tile(x, (n, 1)))
+    inputs = top_k.Inputs(NumPyArrays(), kind, (3, 500, 20))
     inputs.call()
-    assert inputs.is_right(inputs.out)
+    assert inputs.judge() == 0
     assert inputs.num_bytes == 4 * 3 * 520
     columns = set(range(500)) - set(inputs.out[2].tolist())
     inputs.out[2, 19] = max(columns)
-    assert not inputs.is_right(inputs.out)
+    assert inputs.judge() == np.inf
 
 
 def test_bench_judges_rows_that_repeat(monkeypatch):
     monkeypatch.setattr(top_k, "SPREAD", 1000)
-    inputs = top_k.Inputs("random", (5, 500, 20), lambda x: x, lambda x, n: np.tile(x, (n, 1)))
+    inputs = top_k.Inputs(NumPyArrays(), "random", (5, 500, 20))
     assert inputs.logits.shape == (5, 500)
     inputs.call()
-    assert inputs.is_right(inputs.out)
+    assert inputs.judge() == 0
     np.testing.assert_array_equal(inputs.out[0], inputs.out[4])
 
 
@@ -291,8 +235,8 @@ def test_bench_visits_every_core():
 @pytest.mark.parametrize("best", [False, True])
 def test_bench_times_the_host(best, monkeypatch):
     """Each side's rounds; the fastest one is looked for on every core."""
-    from bench.cuda import calls as cuda_calls
     from bench.cuda import timing as cuda_timing
+    from bench.tables import calls as cuda_calls
 
     moves, calls = [], []
     if hasattr(os, "sched_setaffinity"):
@@ -361,70 +305,32 @@ def test_bench_prints_failures_and_notes(capsys):
     assert capsys.readouterr().out == want
 
 
-def test_bench_tells_wrong_results(monkeypatch):
-    """Results are wrong if attention is beyond its bound, or if bytes are not the expected ones."""
-    table = timing.Table("T", [], [], [])
-    errors = {"ours": _judge.Fractions(out=1.5, lse=0.5), "torch": _judge.Fractions(out=9.0)}
-    labels = {"kv_format": "bfloat16", "H": 8, "T": 2}
-    attention.add_row(table, labels, 10**9, errors, {"ours": 2.0, "torch": 3.0})
-    assert table.failures == ["bfloat16 H 8 T 2: 1.5 × bound"]
-    assert table.rows[0][-1] == "1.50×"
-    assert table.rows[0][3] == "1.5"
-    monkeypatch.setattr(memory, "interleave", lambda sides, _: dict.fromkeys(sides, 1.0))
-    monkeypatch.setattr(memory, "make_copy", lambda _: (lambda: None, 1))
-    right = memory.make_conversion
-    monkeypatch.setattr(
-        memory, "make_conversion", lambda *_: memory.Move("c", lambda: 0, 1, lambda: False)
-    )
-    judged = memory.make_norm, memory.make_merge, memory.make_partials, memory.make_index_queries
-    others = memory.make_inverse, memory.make_queries, memory.make_turned_keys
-    turn = memory.make_turn
-    insert = memory.make_index_insert
-    makers = "write", "gather", "insert", "last_gather", "index_insert"
-    makers += "merge", "partials", "norm", "inverse", "queries", "index_queries", "turn"
-    makers += ("turned_keys",)
-    for name in (f"make_{maker}" for maker in makers):
-        monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
-    monkeypatch.setattr(memory, "make_moves", lambda *_: [])
-    formats = memory.make_format_moves
-    monkeypatch.setattr(memory, "make_format_moves", lambda *_: [])
-    heads = memory.heads.make_moves
-    transfers = memory.transfer.make_moves
-    for module in (memory.compressor, memory.heads, memory.transfer):
-        monkeypatch.setattr(module, "make_moves", lambda *_: [])
-    table = memory.measure(timing.Effort.of(True, False), 1)
-    assert table.failures == ["c: wrong values"] * 2
-    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 9
-    monkeypatch.setattr(memory, "NUM_NORMS", 600)
-    monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)
-    rng = np.random.default_rng(0)
-    moves = [make(rng) for make in judged] + [make() for make in others]
-    moves += [insert(rng, order) for order in memory.SLOT_ORDERS]
-    moves += [turn(interleaved) for interleaved in (True, False)]
-    moves += [right(rng, is_prefill) for is_prefill in (False, True)]
-    moves += [formats(rng, name)[0] for name in memory.OTHER_FORMATS]
-    moves += heads(128, 2, lambda x: x, lambda x: x.view(np.uint8))
-    moves += transfers(256, lambda x: x, lambda x: x)
-    for move in moves:
-        assert not move.is_right(), "nothing is computed before the call"
-        move.call()
-        assert move.is_right()
+def bench_of(seconds=None):
+    """A quick bench of the CPU; without `seconds` each side takes one."""
+    effort = timing.Effort.of(True, False)
+    timer = (lambda sides, _: seconds) if seconds else (lambda sides, _: dict.fromkeys(sides, 1.0))
+    return rows.Bench(NumPyArrays(), effort, timer)
 
 
-def test_moves_of_index_lists_are_judged():
-    """Lists are right only once the call has written them."""
-    moves = list(index_lists.make_moves(64, lambda x: x, lambda x: x))
-    names = {*index.__all__, "cp_local_topk", "cp_local_positions"}
-    assert {move.name for move in moves} == names - {"convert_req_index_to_global_index"}
-    for move in moves:
-        assert not move.is_right()
-        move.call()
-        assert move.is_right()
+def test_bench_tells_results_beyond_their_bound():
+    labels, columns = {"H": 8, "T": 2}, rows.rates(True)
+    work = rows.Work(lambda: 1.5, lambda result: result, flop=10**9)
+    work.peers = {"batched": lambda: lambda: None, "lost": lambda: 1 / 0}
+    bench = bench_of({"ours": 2.0, "batched": 3.0})
+    table = rows.measure_rows(bench, "T", labels, columns, [(labels, lambda: work)])
+    assert table.failures == [
+        "8, 2: 1.5 × bound",
+        "8, 2: lost: ZeroDivisionError: division by zero",
+    ]
+    assert table.rows == [["8", "2", "1.5", "0", "nan", "0", "1.50×"]]
+    ours = {"error_over_bound": 1.5, "gflops": 0.5}
+    torch = {"gflops": pytest.approx(1 / 3)}
+    assert table.records == [{"H": 8, "T": 2, "ours": ours, "torch": torch, "ratio": 1.5}]
 
 
-def test_moves_of_the_compressor_are_judged():
-    """States and rows are right only once the call has written them."""
-    for move in compressor.make_moves(512, lambda x: x, lambda x: x):
-        assert not move.is_right()
-        move.call()
-        assert move.is_right()
+def test_bench_tells_wrong_bytes(monkeypatch):
+    moves = [memory.Move("a", lambda: 0, 1, lambda: True), memory.Move("b", int, 1, lambda: False)]
+    monkeypatch.setattr(memory, "cpu_moves", lambda arrays: moves)
+    table = memory.measure(bench_of())
+    assert table.failures == ["b: wrong values"]
+    assert [row["right"] for row in table.records] == [True, False]

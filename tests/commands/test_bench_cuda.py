@@ -11,10 +11,13 @@ from helpers import find_framework
 
 import sparse_mla
 from bench.common import peer
-from bench.cuda import attention as cuda_attention
+from bench.common.arrays import TorchArrays
+from bench.common.rows import Bench
+from bench.cuda import decode as cuda_decode
 from bench.cuda import inputs as cuda_inputs
 from bench.cuda import judge as cuda_judge
 from bench.cuda import kinds as cuda_kinds
+from bench.cuda import prefill as cuda_prefill
 from bench.cuda import prefill_layer as cuda_prefill_layer
 from bench.cuda import sent as cuda_sent
 from bench.cuda import sides as cuda_sides
@@ -33,10 +36,15 @@ FORMATS = ["fp8_ds_mla", "bfloat16"]
 def on_cpu(monkeypatch):
     torch = find_framework("torch").module
     torch.manual_seed(0)
-    for module in (cuda_inputs, cuda_sides, cuda_attention):
+    for module in (cuda_inputs, cuda_sides, cuda_prefill):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_inputs, "memory_bytes", lambda: DEVICE_BYTES)
     monkeypatch.setattr(cuda_sides, "synchronize", lambda: None)
+
+
+def bench_of(**given):
+    """The bench of CUDA, whose arrays are on the CPU."""
+    return Bench(TorchArrays("cpu"), cuda_timing.CudaEffort(), None, **given)
 
 
 def make_requests(kv_format):
@@ -232,7 +240,8 @@ class StubPeer:
         return call
 
 
-US = {"ours": 20.0, "flat": 10.0, "peer": 30.0, "workspace": 20.0, "direct": 20.0, "wide": 20.0}
+US = {"ours": 20.0, "flat": 10.0, "peer": 30.0}
+US |= dict.fromkeys(("bfloat16", "fp8_ds_mla", "fp8_ds_mla, wide"), 20.0)
 
 
 @pytest.fixture
@@ -257,7 +266,7 @@ def table(given_times, monkeypatch):
         batches=((1, 1), (2, 2)),
         kinds=("flat", "late-2", "nan-row", "ragged"),
     )
-    return cuda_sent.measure_inputs(cuda_timing.CudaEffort(), StubPeer(), rows)
+    return cuda_sent.measure(bench_of(peer=StubPeer(), rows=rows))
 
 
 @pytest.mark.torch
@@ -276,13 +285,14 @@ def test_the_table_has_a_row_for_every_kind_of_every_shape(table):
 
 @pytest.mark.torch
 def test_a_side_that_fails_leaves_the_other_its_row(table):
-    sides = {
-        "ours": SimpleNamespace(flushed_seconds=float("nan"), error=float("nan"), failure="lost"),
-        "flat": SimpleNamespace(flushed_seconds=1e-5),
-        "peer": SimpleNamespace(flushed_seconds=3e-5, error=0.5, failure=""),
-    }
+    nan = float("nan")
+    pair = cuda_sides.Pair(
+        SimpleNamespace(flushed_seconds=nan, error=nan, failure="lost"),
+        SimpleNamespace(flushed_seconds=3e-5, error=0.5, failure=""),
+        SimpleNamespace(flushed_seconds=1e-5),
+    )
     labels = {"kv_format": "fp8_ds_mla", "H": 2, "requests": "1 × 1", "input": "flat"}
-    cuda_sent.add_row(table, labels | {"usual": True}, sides)
+    cuda_sides.add_row(table, labels, pair, cuda_sent.COLUMNS, cuda_sent.PEER_COLUMNS)
     assert "lost" in table.failures[-1]
     assert table.rows[-1][4:6] == ["FAIL", ""]
     json.dumps(table.records, allow_nan=False)
@@ -292,9 +302,9 @@ def test_a_side_that_fails_leaves_the_other_its_row(table):
 def test_decode_has_both_methods_side_by_side(given_times, monkeypatch):
     batches = [(1, 1), (2, 2)]
     decodes = [(name, TOPK, (2,), batches) for name in FORMATS]
-    monkeypatch.setattr(cuda_attention, "FULL_DECODES", decodes)
-    monkeypatch.setattr(cuda_attention, "l2_bytes", lambda: 1 << 20)
-    table = cuda_attention.measure_decode(cuda_timing.CudaEffort(), StubPeer())
+    monkeypatch.setattr(cuda_decode, "FULL_DECODES", decodes)
+    monkeypatch.setattr(cuda_decode, "l2_bytes", lambda: 1 << 20)
+    table = cuda_decode.measure(bench_of(peer=StubPeer()))
     assert table.failures == []
     assert [(row["kv_format"], row["requests"]) for row in table.records] == [
         (name, f"{num_reqs} × {query_len}") for name in FORMATS for num_reqs, query_len in batches
@@ -310,10 +320,9 @@ def test_decode_has_both_methods_side_by_side(given_times, monkeypatch):
 
 @pytest.mark.torch
 def test_prefill_judges_all_of_our_ways(given_times, monkeypatch):
-    sizes = {"PREFILL_TOKENS": 5, "PREFILL_TOPK": TOPK, "PREFILL_HEADS": (2,)}
-    for name, value in (sizes | {"FULL_PREFILL_KEYS": (512,)}).items():
-        monkeypatch.setattr(cuda_attention, name, value)
-    table = cuda_attention.measure_prefill(cuda_timing.CudaEffort(), None)
+    for name, value in {"TOKENS": 5, "TOPK": TOPK, "HEADS": (2,), "KEYS": (512,)}.items():
+        monkeypatch.setattr(cuda_prefill, name, value)
+    table = cuda_prefill.measure(bench_of())
     assert table.failures == []
     names = ["bfloat16", "fp8_ds_mla", "fp8_ds_mla, wide"]
     assert [row["kv_format"] for row in table.records] == names
@@ -336,7 +345,7 @@ def test_a_flush_comes_before_every_replay_and_is_not_timed(monkeypatch):
     monkeypatch.setattr(cuda_timing, "synchronize", lambda: None)
     monkeypatch.setattr(cuda_timing, "make_flush", lambda: lambda: events.append("flush"))
     effort = cuda_timing.CudaEffort(rounds=50)
-    sides = {"ours": ["a", "another input"], "peer": ["b", "another input"]}
+    sides = {"ours": "a", "peer": "b"}
     assert cuda_timing.interleave_flushed(sides, effort) == {"ours": 1e-6, "peer": 1e-6}
     assert events == ["flush", "a", "flush", "b"] * (50 + cuda_timing.WARM_UP_ROUNDS)
 
@@ -433,7 +442,7 @@ def test_sides_are_timed_by_both_methods(rotating, monkeypatch):
     monkeypatch.setattr(cuda_sides, "interleave", lambda calls, _: dict.fromkeys(calls, 1.0))
     flushed = {"a": 2.0, "b": 3.0}
     monkeypatch.setattr(cuda_sides, "interleave_flushed", lambda calls, _: flushed)
-    sides = {name: cuda_sides.Side([], lambda x: x, None) for name in "ab"}
+    sides = {name: cuda_sides.Side([int], lambda x: x, None) for name in "ab"}
     cuda_sides.time_sides(sides, cuda_timing.CudaEffort(), rotating)
     assert [side.flushed_seconds for side in sides.values()] == [2.0, 3.0]
     assert all((side.seconds == 1.0) == rotating for side in sides.values())
@@ -443,22 +452,19 @@ def test_sides_are_timed_by_both_methods(rotating, monkeypatch):
 @pytest.mark.parametrize("broken", ["make_requests", "make_ours"])
 def test_rows_that_fail_leave_the_others_their_place(broken, given_times, monkeypatch):
     """Each format's requests or calls fail in the tables of decodes, prefills and inputs."""
-    sizes = {"PREFILL_TOKENS": 5, "PREFILL_TOPK": TOPK, "PREFILL_HEADS": (2,)}
-    for name, value in (sizes | {"FULL_PREFILL_KEYS": (512,)}).items():
-        monkeypatch.setattr(cuda_attention, name, value)
+    for name, value in {"TOKENS": 5, "TOPK": TOPK, "HEADS": (2,), "KEYS": (512,)}.items():
+        monkeypatch.setattr(cuda_prefill, name, value)
     decodes = [(name, TOPK, (2,), [(1, 1)]) for name in FORMATS]
-    monkeypatch.setattr(cuda_attention, "FULL_DECODES", decodes)
-    monkeypatch.setattr(cuda_attention, "l2_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(cuda_decode, "FULL_DECODES", decodes)
+    monkeypatch.setattr(cuda_decode, "l2_bytes", lambda: 1 << 20)
     monkeypatch.setattr(cuda_sent, "TOPK", TOPK)
-    for module in (cuda_attention, cuda_sent):
+    for module in (cuda_decode, cuda_sent, *([cuda_prefill] * (broken == "make_ours"))):
         monkeypatch.setattr(module, broken, lambda *_: fail(None))
     rows = cuda_sent.Rows(
         kv_formats=("fp8_ds_mla",), head_counts=(2,), batches=((1, 1),), kinds=("flat",)
     )
-    effort = cuda_timing.CudaEffort()
     words = "RuntimeError: cannot be captured"
-    decode = cuda_attention.measure_decode(effort, None)
-    inputs = cuda_sent.measure_inputs(effort, None, rows)
+    decode, inputs = cuda_decode.measure(bench_of()), cuda_sent.measure(bench_of(rows=rows))
     assert decode.rows == inputs.rows == []
     if broken == "make_requests":
         assert decode.failures == [f"{name} K {TOPK}: {words}" for name in FORMATS]
@@ -467,7 +473,7 @@ def test_rows_that_fail_leave_the_others_their_place(broken, given_times, monkey
     labels = "H 2, requests 1 × 1"
     assert decode.failures == [f"kv_format {x}, {labels}, K {TOPK}: {words}" for x in FORMATS]
     assert inputs.failures == [f"kv_format fp8_ds_mla, {labels}, input flat: {words}"]
-    prefill = cuda_attention.measure_prefill(effort, None)
+    prefill = cuda_prefill.measure(bench_of())
     assert prefill.failures == [f"H 2, keys 512: {words}"]
 
 
@@ -478,7 +484,7 @@ def test_a_shape_that_cannot_be_drawn_is_a_failure(given_times, monkeypatch):
     rows = cuda_sent.Rows(
         kv_formats=("bfloat16",), head_counts=(2, 3), batches=((1, 1),), kinds=("flat",)
     )
-    table = cuda_sent.measure_inputs(cuda_timing.CudaEffort(), None, rows)
+    table = cuda_sent.measure(bench_of(rows=rows))
     assert [text.partition(":")[0] for text in table.failures] == [
         f"kv_format bfloat16, H {num_heads}, requests 1 × 1" for num_heads in (2, 3)
     ]
@@ -580,12 +586,13 @@ def test_a_layer_s_prefill_beside_its_operators(factor, failures, on_cpu, monkey
         "WORKSPACE_ROWS": 512,
         "find_peer": lambda: peer,
         "spend_by_kernel": lambda call: spent,
-        "interleave_flushed": lambda sides, effort: times,
         "SHAPES": [cuda_prefill_layer.Shape(*x, heads=3) for x in requests.items()],
     }
     for name, value in given.items():
         monkeypatch.setattr(cuda_prefill_layer, name, value)
-    table = cuda_prefill_layer.measure_prefill_layer(cuda_timing.CudaEffort())
+    bench = bench_of()
+    bench.timer = lambda sides, effort: times
+    table = cuda_prefill_layer.measure(bench)
     assert longest == {70, 512, 188}
     assert len(table.failures) == failures
     assert table.rows[1] == ["cached", "3", "1000", "2000", "3000", "4000", "4.00", "10.0%"]

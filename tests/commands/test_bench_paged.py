@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 import sparse_mla
-from bench.common.paged import Shape
-from bench.common.paged_steps import (
+from bench.common.arrays import TorchArrays
+from bench.common.rows import Bench
+from bench.cuda.timing import CudaEffort
+from bench.tables import paged, paged_layer, paged_steps
+from bench.tables.paged import Shape
+from bench.tables.paged_steps import (
     KINDS,
     PAGE_SIZE,
     Batch,
@@ -20,16 +24,17 @@ SHAPES = (
     Shape(3, 50, 16, heads=8, kv_heads=2, dim=64),
     Shape(1, 70, 1, heads=4, kv_heads=4, kv_type="float8_e4m3fn"),
 )
-TIMES = {"ours": 1e-3, "peer": 2e-3}
+
+
+def bench_of(timer=None) -> Bench:
+    """The bench of CUDA, whose arrays are on the CPU."""
+    return Bench(TorchArrays("cpu"), CudaEffort(), timer)
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("factor", "failures"), [(1, 0), (1.5, 2)])
 def test_rows_are_judged(torch, factor, failures, monkeypatch):
     """A kernel that is wrong is told. The peer has the keys of the same requests, in order."""
-    from bench.cuda import paged
-    from bench.cuda.timing import CudaEffort
-
     attend = sparse_mla.paged_attention
     results = []
 
@@ -37,21 +42,20 @@ def test_rows_are_judged(torch, factor, failures, monkeypatch):
         out, lse = attend(*arrays, **options)
         return out * factor, lse
 
-    def interleave(sides, effort):
-        results.append({name: calls[0]() for name, calls in sides.items()})
-        return TIMES
+    def timer(sides, effort):
+        results.append({name: call() for name, call in sides.items()})
+        return {"ours": 1e-3, "PyTorch": 2e-3}
 
-    given = {"DEVICE": "cpu", "SHAPES": SHAPES, "interleave_flushed": interleave}
-    for name, value in (given | {"floor_seconds": lambda flop, num_bytes: 4e-4}).items():
-        monkeypatch.setattr(paged, name, value)
+    monkeypatch.setattr(paged, "CUDA", SHAPES)
+    monkeypatch.setattr(paged, "floor_seconds", lambda flop, num_bytes: 4e-4)
     monkeypatch.setattr(sparse_mla, "paged_attention", wrong)
-    table = paged.measure_paged(CudaEffort())
+    table = paged.measure(bench_of(timer))
     assert len(table.failures) == failures
     assert table.rows[0][:5] == ["bfloat16", "8/2", "3 × 50", "16", "1000.0"]
     assert table.rows[1][6:] == ["400.0", "2000.0", "2.00×"]
     assert table.records[0]["peer_us"] == 2000
     for found in results:
-        ours, theirs = found["ours"][0] / factor, found["peer"][:, :, 0]
+        ours, theirs = found["ours"][0] / factor, found["PyTorch"][:, :, 0]
         assert (ours.float() - theirs.float()).abs().max() < 0.03
 
 
@@ -59,25 +63,19 @@ def test_rows_are_judged(torch, factor, failures, monkeypatch):
 @pytest.mark.parametrize(("shift", "failures"), [(0, 0), (1, 3)])
 def test_layers_are_judged(torch, shift, failures, monkeypatch):
     """Verifications, and a prefix that is read once."""
-    from bench.cuda import paged_layer
-    from bench.cuda.timing import CudaEffort
-
     attend = sparse_mla.paged.attention
 
     def wrong(*arrays, **options):
         out, lse = attend(*arrays, **options)
         return out + shift, lse
 
-    def interleave(sides, effort):
-        assert all(len(calls) == 1 and calls[0]() for calls in sides.values())
+    def timer(sides, effort):
+        assert all(call() for call in sides.values())
         return {"ours": 1e-3, "beside": 2e-3}
 
-    shapes = {"VERIFY": (3, 70), "SHARED": (3, 128, 20)}
-    given = {"DEVICE": "cpu", "interleave_flushed": interleave} | shapes
-    for name, value in given.items():
-        monkeypatch.setattr(paged_layer, name, value)
+    monkeypatch.setitem(paged_layer.SHAPES, ("cuda", False), ((3, 70), (3, 128, 20)))
     monkeypatch.setattr(sparse_mla.paged, "attention", wrong)
-    table = paged_layer.measure_paged_layer(CudaEffort())
+    table = paged_layer.measure(bench_of(timer))
     assert len(table.failures) == failures
     assert [row[0] for row in table.rows] == [
         "verify, a chain of 8",
@@ -91,18 +89,15 @@ def test_layers_are_judged(torch, shift, failures, monkeypatch):
 @pytest.mark.torch
 def test_builds_are_compared_with_chains_of_operators(torch, monkeypatch):
     """In PyTorch; the next test has NumPy's."""
-    from bench.cuda import paged_steps
-    from bench.cuda.timing import CudaEffort
-
-    times = {"ours": 1e-6, "replay": 2e-6, "PyTorch": 3e-6}
-    given = {"DEVICE": "cpu", "DECODES": ((3, 70),), "STEPS": (3, 300)}
+    times = {"ours": 1e-6, "replay": 2e-6, "chain": 3e-6}
+    given = {"DECODES": ((3, 70),), "OTHERS": (3, 300)}
     given |= {
         "host_seconds": lambda sides, batch, effort: times,
         "device_seconds": lambda sides, effort: times,
     }
     for name, value in given.items():
         monkeypatch.setattr(paged_steps, name, value)
-    table = paged_steps.measure_paged_steps(CudaEffort())
+    table = paged_steps.measure(bench_of())
     assert table.failures == []
     assert [row[0] for row in table.rows] == [kind.name for kind in KINDS]
     assert table.rows[0][3:] == ["1.0", "1.0", "2.0", "2.0", "3.0", "3.0"]

@@ -237,7 +237,7 @@ def test_sizes_of_rows_stand_in_the_table():
             tokens = [x.string for x in tokenize.tokenize(file.readline) if x.type == NUMBER]
         if ROW_FACTS & set(tokens):
             with_numbers.add(str(path.relative_to(ROOT)))
-    assert with_numbers == {"benchmarks/bench/cuda/v4.py", "sparse_mla/v4/facts.py"}
+    assert with_numbers == {"benchmarks/bench/tables/v4.py", "sparse_mla/v4/facts.py"}
 
 
 def test_the_library_prints_nothing_but_its_log_and_never_exits():

@@ -3,7 +3,7 @@ become rows of an fp8_v4 cache in the launch that saves its states; what NumPy s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,9 @@ NOPE = 448  # values that RoPE leaves alone
 STATE_BLOCK_SIZES = {4: 4, 128: 8}
 SAMPLED = slice(None, None, 61)
 
-Put = Callable[[np.ndarray], Any]
 
-
-def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> Iterator[Move]:
-    """`put` moves an array to the device, `get` moves it back."""
+def make_moves(num_tokens: int, a: Any) -> Iterator[Move]:
+    put, get = a.put, a.get
     for ratio, block_size in STATE_BLOCK_SIZES.items():
         rng = np.random.default_rng(ratio)
         width = DIM * (2 if ratio == 4 else 1)

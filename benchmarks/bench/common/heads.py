@@ -3,28 +3,25 @@ model with 8 KV heads of 128 values, page by page in any order, and what NumPy s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import sparse_mla
-from bench.common.moves import Move
+from bench.common.moves import Move, rows_at, same_bytes
 from sparse_mla._judge import BF16
 
 HEADS, DIM, PAGE = 8, 128, 64
 SCALE = 0.37
 SAMPLED = slice(None, None, 61)
 
-Put = Callable[[np.ndarray], Any]
 
-
-def make_moves(
-    num_tokens: int, num_calls: int, put: Put, get: Callable[[Any], np.ndarray]
-) -> Iterator[Move]:
-    """`put` moves an array to the device, and `get` moves its bytes back. A move is so many calls
-    of `num_tokens`, each of other tokens, which no cache of the processor holds any more."""
+def make_moves(num_tokens: int, num_calls: int, a: Any) -> Iterator[Move]:
+    """A move is so many calls of `num_tokens`, each of other tokens, which no cache of the
+    processor holds any more."""
+    put = a.put
     rng = np.random.default_rng(0)
     total = num_tokens * num_calls
     k, v = rng.standard_normal((2, total, HEADS, DIM), np.float32).astype(BF16)
@@ -42,11 +39,10 @@ def make_moves(
                 sparse_mla.reshape_and_cache(k, v, caches[0], caches[1], slots, **scales)
 
         def is_right(caches: list[Any] = caches, dtype: np.dtype = dtype) -> bool:
+            flat = [cache.reshape(total // PAGE, PAGE, -1) for cache in caches]
             return all(
-                np.array_equal(
-                    get(cache).reshape(total, -1)[slots[SAMPLED]], cached(rows[SAMPLED], dtype)
-                )
-                for rows, cache in zip((k, v), caches, strict=True)
+                same_bytes(rows_at(a, cache, slots[SAMPLED]), cached(rows[SAMPLED], dtype))
+                for rows, cache in zip((k, v), flat, strict=True)
             )
 
         num_bytes = k.nbytes + v.nbytes + slots.nbytes + sum(cache.nbytes for cache in caches)
@@ -58,4 +54,4 @@ def cached(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype != BF16:
         scaled = rows.astype(np.float32) / np.float32(SCALE)
         rows = scaled.astype(ml_dtypes.float8_e4m3fn)
-    return rows.view(np.uint8).reshape(len(rows), -1)
+    return rows

@@ -3,7 +3,7 @@ a batch of long requests, as a step of prefills has it, and what NumPy says abou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,9 @@ WINDOW, RATIO, TOPK = 128, 4, 512
 INTERLEAVE = 64
 SAMPLED = slice(None, None, 127)
 
-Put = Callable[[np.ndarray], Any]
 
-
-def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> Iterator[Move]:
-    """`put` moves an array to the device, `get` moves it back."""
+def make_moves(num_tokens: int, a: Any) -> Iterator[Move]:
+    put, get = a.put, a.get
     rng = np.random.default_rng(0)
     query_len = num_tokens // NUM_REQUESTS
     rows, pages = CONTEXT // RATIO, CONTEXT // BLOCK_SIZE
@@ -81,11 +79,12 @@ def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> I
             return lengths_are_right and np.array_equal(get(out)[SAMPLED], want)
 
         yield Move(name, call, topk.nbytes + out.nbytes, is_right)
-    yield from make_rank_moves(topk, put, get)
+    yield from make_rank_moves(topk, a)
 
 
-def make_rank_moves(topk: np.ndarray, put: Put, get: Callable[[Any], np.ndarray]) -> Iterator[Move]:
+def make_rank_moves(topk: np.ndarray, a: Any) -> Iterator[Move]:
     """The lists of a rank of two, with holes and without."""
+    put, get = a.put, a.get
     lists, out = put(topk), put(np.zeros_like(topk))
     lens = put(np.zeros(len(topk), np.int32))
     sampled = topk[SAMPLED]

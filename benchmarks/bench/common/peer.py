@@ -7,7 +7,8 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from typing import Any
 
-from bench.cuda.timing import Array, describe_error
+from bench.common.timing import describe_error
+from bench.cuda.timing import Array
 from sparse_mla._rows import KEY_DIM
 
 

@@ -114,6 +114,12 @@ def seconds_per_call(function: Callable[[], object], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
+def describe_error(error: BaseException) -> str:
+    """An exception in one line that fits a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:160].replace("|", "/")
+
+
 def find_isas() -> list[str]:
     """The instruction sets that this machine has and the library has kernels for."""
     rows = sparse_mla.kernels()

@@ -3,24 +3,25 @@ pages of 16 in any order, or single rows do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 import sparse_mla
-from bench.common.moves import Move
+from bench.common.arrays import NumPyArrays
+from bench.common.composition import torch
+from bench.common.moves import Move, rows_at
 from sparse_mla._rows import FP8_ROW_BYTES, V4_DATA_BYTES, V4_ROW_BYTES
 
 SRC_PAGE, DST_PAGE = 64, 16
+HOST_ROWS = 1 << 14
 SAMPLED = slice(None, None, 61)
 FORMATS = {"fp8_ds_mla": (FP8_ROW_BYTES, FP8_ROW_BYTES), "fp8_v4": (V4_ROW_BYTES, V4_DATA_BYTES)}
 
-Put = Callable[[np.ndarray], Any]
 
-
-def make_moves(num_rows: int, put: Put, get: Callable[[Any], np.ndarray]) -> Iterator[Move]:
-    """`put` moves an array to the device, and `get` moves its bytes back."""
+def make_moves(num_rows: int, a: Any) -> Iterator[Move]:
+    put, host = a.put, NumPyArrays()
     rng = np.random.default_rng(0)
     for name, (row_bytes, data_bytes) in FORMATS.items():
         shape = (num_rows // SRC_PAGE, SRC_PAGE, row_bytes)
@@ -40,9 +41,9 @@ def make_moves(num_rows: int, put: Put, get: Callable[[Any], np.ndarray]) -> Ite
                 slots: list[np.ndarray] = slots,
                 data_bytes: int = data_bytes,
             ) -> bool:
-                want = split_rows(rows, data_bytes)[slots[0][SAMPLED]]
-                got = split_rows(get(dst), data_bytes)[slots[1][SAMPLED]]
-                return np.array_equal(got, want)
+                before, after = (x[SAMPLED] for x in slots)
+                want = rows_at(host, rows, before, data_bytes)
+                return np.array_equal(rows_at(a, dst, after, data_bytes), want)
 
             num_bytes = 2 * rows.nbytes + sum(x.nbytes for x in slots)
             yield Move(f"transfer_kv_cache, {name}, {order}", call, num_bytes, is_right)
@@ -54,11 +55,31 @@ def draw_slots(rng: np.random.Generator, num_rows: int, run: int) -> np.ndarray:
     return (first[:, None] + np.arange(run)).reshape(-1)
 
 
-def split_rows(cache: np.ndarray, data_bytes: int) -> np.ndarray:
-    """The rows of a cache [pages, page, row] in the order of their slots. In split pages the data
-    of all rows comes before their scales."""
-    pages, page, row_bytes = cache.shape
-    flat = cache.reshape(pages, -1)
-    data, scales = flat[:, : page * data_bytes], flat[:, page * data_bytes :]
-    parts = data.reshape(-1, data_bytes), scales.reshape(pages * page, row_bytes - data_bytes)
-    return np.concatenate(parts, axis=1)
+def make_host_moves(a: Any) -> Iterator[Move]:
+    """From and to pinned host memory, where a copy of as many bytes by the driver takes the same
+    way."""
+    device = a.device
+    shape = (HOST_ROWS // SRC_PAGE, SRC_PAGE, FP8_ROW_BYTES)
+    host = torch.randint(256, shape, dtype=torch.uint8).pin_memory()
+    cache = torch.randint(256, shape, dtype=torch.uint8, device=device)
+    host_slots = torch.arange(HOST_ROWS, device=device)
+    pages = torch.randperm(HOST_ROWS // SRC_PAGE, device=device) * SRC_PAGE
+    slots = (pages[:, None] + torch.arange(SRC_PAGE, device=device)).flatten()
+    for name, src, dst, src_slots, dst_slots in (
+        ("pinned host memory → device", host, cache, host_slots, slots),
+        ("device → pinned host memory", cache, host, slots, host_slots),
+    ):
+        other = torch.empty_like(dst, pin_memory=dst is host)
+        given = (src, dst, src_slots, dst_slots)
+
+        def call(given: tuple[Any, ...] = given) -> object:
+            return sparse_mla.transfer_kv_cache(*given)
+
+        def is_right(given: tuple[Any, ...] = given) -> bool:
+            src, dst, src_slots, dst_slots = (x.cpu() for x in given)
+            return torch.equal(src.flatten(0, 1)[src_slots], dst.flatten(0, 1)[dst_slots])
+
+        def copy(src: Any = src, other: Any = other) -> object:
+            return other.copy_(src, non_blocking=True)
+
+        yield Move(f"transfer_kv_cache, {name}", call, 2 * host.nbytes, is_right, copy)

@@ -6,18 +6,18 @@ PyTorch's rate is the better one of two calls: all tokens at once, and token by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
 import sparse_mla
-from bench.common.timing import Effort, Table, interleave
+from bench.common import rows
+from bench.common.composition import Composition, prepare
+from bench.common.rows import Bench, Work
+from bench.common.timing import Table
 from sparse_mla._judge import BF16, Fractions, exact_rows, judge_row
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
-
-if TYPE_CHECKING:
-    from bench.common.composition import Composition
 
 TOPK = 2048
 NUM_SLOTS = 16384
@@ -27,10 +27,9 @@ FULL = (16, 64, 128), (1, 32)  # numbers of heads and of tokens
 QUICK = (16, 128), (1, 8)
 
 
-def make_cache(rng: np.random.Generator, kv_format: str) -> np.ndarray:
+def make_cache(arrays: Any, kv_format: str) -> np.ndarray:
     """[S, row], filled through the library's own cache write."""
-    kv_c = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32)
-    k_pe = rng.standard_normal((NUM_SLOTS, 64), np.float32)
+    kv_c, k_pe = (arrays.randn(NUM_SLOTS, n, dtype="float32") for n in (KV_LORA_RANK, 64))
     is_fp8 = kv_format == "fp8_ds_mla"
     kv_cache = np.zeros(
         (NUM_SLOTS, FP8_ROW_BYTES if is_fp8 else KEY_DIM), np.uint8 if is_fp8 else BF16
@@ -50,95 +49,48 @@ def make_attention(q: np.ndarray, kv: np.ndarray, indices: np.ndarray) -> Callab
     )
 
 
-def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) -> Fractions:
+def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) -> float:
     worst = Fractions()
     for token in range(min(NUM_JUDGED_TOKENS, len(q))):
         keys = exact_rows(kv[indices[token]])
         out, lse = results[0][token], results[1][token]
         worst.add(judge_row(q[token], keys, out, lse, softmax_scale=SOFTMAX_SCALE))
-    return worst
+    return max(worst.out, worst.lse)
 
 
-def measure(effort: Effort, num_threads: int) -> Table:
-    from bench.common.composition import Composition, prepare  # imports PyTorch
-
-    dtype = prepare(num_threads)
-    title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {num_threads} threads"
-    table = make_table(title, ["cache", "H", "T"], dtype is not None)
-    rng = np.random.default_rng(0)
-    head_counts, token_counts = QUICK if effort.quick else FULL
-    for kv_format in ("fp8_ds_mla", "bfloat16"):
-        kv = make_cache(rng, kv_format)
-        for num_heads in head_counts:
-            for num_tokens in token_counts:
-                q = rng.standard_normal((num_tokens, num_heads, KEY_DIM), np.float32).astype(BF16)
-                indices = rng.integers(NUM_SLOTS, size=(num_tokens, TOPK), dtype=np.int32)
-                peer = None
-                if dtype is not None:
-                    peer = Composition(q, kv, indices, SOFTMAX_SCALE, dtype)
-                flop = 2 * num_tokens * num_heads * TOPK * (KEY_DIM + KV_LORA_RANK)
-                measure_row(
-                    table,
-                    {"kv_format": kv_format, "H": num_heads, "T": num_tokens},
-                    flop=flop,
-                    ours=make_attention(q, kv, indices),
-                    peer=peer,
-                    judge_results=partial(judge, q=q, kv=kv, indices=indices),
-                    effort=effort,
-                )
-    return table
+def measure(bench: Bench) -> Table:
+    dtype = prepare(bench.threads)
+    title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {bench.threads} threads"
+    caches = cache(partial(make_cache, bench.arrays))
+    head_counts, token_counts = bench.choose(FULL, QUICK)
+    works = [
+        (
+            {"kv_format": kv_format, "H": num_heads, "T": num_tokens},
+            partial(make, bench, caches, kv_format, num_heads, num_tokens, dtype=dtype),
+        )
+        for kv_format in ("fp8_ds_mla", "bfloat16")
+        for num_heads in head_counts
+        for num_tokens in token_counts
+    ]
+    return rows.measure_rows(bench, title, ["cache", "H", "T"], rows.rates(dtype), works)
 
 
-def make_table(title: str, labels: list[str], has_peer: bool) -> Table:
-    columns = [*labels, "error/bound", "GFLOP/s"]
-    columns += ["PyTorch: error/bound", "GFLOP/s", "ratio"] if has_peer else []
-    return Table(title, columns, [], [])
-
-
-def measure_row(
-    table: Table,
-    labels: dict[str, object],
-    *,
-    flop: int,
-    ours: Callable[[], tuple],
-    peer: Composition | None,
-    judge_results: Callable[[tuple], Fractions],
-    effort: Effort,
-) -> None:
-    """Judges both sides, then times them. The peer's time is that of its faster call."""
-    sides: dict[str, Callable[[], object]] = {"ours": ours}
-    errors = {"ours": judge_results(ours())}
-    if peer is not None:
-        sides["torch"] = peer.batched
-        if len(peer.q) > 1:
-            sides["torch by token"] = peer.by_token
-        errors["torch"] = judge_results(peer.numpy())
-    seconds = interleave(sides, effort)
-    if "torch by token" in seconds:
-        seconds["torch"] = min(seconds["torch"], seconds.pop("torch by token"))
-    add_row(table, labels, flop, errors, seconds)
-
-
-def add_row(
-    table: Table,
-    labels: dict[str, object],
-    flop: int,
-    errors: dict[str, Fractions],
-    seconds: dict[str, float],
-) -> None:
-    """`labels` are the first cells: kv_format, H and T, and perhaps others."""
-    row = [str(label) for label in labels.values()]
-    record = dict(labels)
-    for side, error in errors.items():
-        worst = max(error.out, error.lse)
-        rate = flop / seconds[side] / 1e9
-        row += [f"{worst:.3g}", f"{rate:.0f}"]
-        record[side] = {"error_over_bound": worst, "gflops": rate}
-        if side == "ours" and worst > 1:
-            name = "{kv_format} H {H} T {T}".format(**labels)
-            table.failures.append(f"{name}: {worst:.3g} × bound")
-    if "torch" in seconds:
-        ratio = seconds["torch"] / seconds["ours"]
-        row.append(f"{ratio:.2f}×")
-        record["ratio"] = ratio
-    table.add(row, record)
+def make(
+    bench: Bench,
+    caches: Callable[[str], np.ndarray],
+    kv_format: str,
+    num_heads: int,
+    num_tokens: int,
+    dtype: Any,
+) -> Work:
+    kv = caches(kv_format)
+    q = bench.arrays.randn(num_tokens, num_heads, KEY_DIM)
+    indices = bench.arrays.randint(0, NUM_SLOTS, num_tokens, TOPK)
+    work = Work(
+        make_attention(q, kv, indices),
+        partial(judge, q=q, kv=kv, indices=indices),
+        flop=2 * num_tokens * num_heads * TOPK * (KEY_DIM + KV_LORA_RANK),
+    )
+    if dtype is not None:
+        work.compose(Composition(q, kv, indices, SOFTMAX_SCALE, dtype))
+    return work

@@ -8,26 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from bench.cpu.subnormal import Arrays, codes, normal
-from bench.cpu.sweep import (
-    FEW,
-    HEADS,
-    MANY,
-    PAGES,
-    PLACES,
+from bench.cpu.arguments import (
     SLOTS,
-    SPARSE,
-    WIDTHS,
-    Sweep,
+    Arrays,
     cache_of,
+    codes,
     drawn,
     format_of,
     full,
     keep,
-    placed,
+    normal,
     starts,
     table,
 )
+from bench.cpu.sweep import FEW, HEADS, MANY, PAGES, SPARSE, WIDTHS, Sweep, vary
 from sparse_mla._judge import BF16
 from sparse_mla._rows import KEY_DIM
 
@@ -79,7 +73,7 @@ def varlen_sweeps() -> Iterator[Sweep]:
     yield sweep("tokens", MANY, lambda n: varlen(tokens=n))
     yield sweep("values of a key", EIGHTHS, lambda n: varlen(dims=(n, 64)))
     yield sweep("values", EIGHTHS, lambda n: varlen(dims=(64, n)))
-    yield sweep("place", PLACES, placed(varlen, "q", "k", "v"))
+    yield from vary("varlen_attention", varlen, place=("q", "k", "v"))
 
 
 def attend(
@@ -101,10 +95,8 @@ def attend(
 def attention_sweeps() -> Iterator[Sweep]:
     sweep = partial(Sweep, "sparse_attention")
     for fmt in ("bfloat16", "fp8_ds_mla", "fp8_v4", "fp8_e4m3", "fp8_v41", "fp8_nope"):
-        rows = partial(attend, fmt)
-        yield sweep(f"{fmt}, keys", MANY, lambda n, f=rows: f(keys=n))
-        yield sweep(f"{fmt}, heads", HEADS, lambda n, f=rows: f(heads=n))
-        yield sweep(f"{fmt}, page", PAGES, lambda n, f=rows: f(page=n))
+        sizes = {"keys": MANY, "heads": HEADS, "page": PAGES}
+        yield from vary("sparse_attention", partial(attend, fmt), f"{fmt}, ", **sizes)
     rows = partial(attend, "fp8_ds_mla")
     lists = {which: keep(drawn(4, 64), which) for which in SPARSE}
     yield sweep("tokens", FEW, lambda n: rows(tokens=n))
@@ -121,7 +113,7 @@ def attention_sweeps() -> Iterator[Sweep]:
         ((0, 1), (1, 0), (1, 1), (1, 64), (64, 64)),
         lambda n: rows(topk_length=full(4, n[0]), extra_topk_length=full(4, n[1]), **extra),
     )
-    yield sweep("place", PLACES, placed(rows, "q"))
+    yield from vary("sparse_attention", rows, place=("q",))
 
 
 def v4(tokens: int = 4, heads: int = 16, keys: int = 64, window: int = 64) -> Arrays:
@@ -141,12 +133,10 @@ def v4(tokens: int = 4, heads: int = 16, keys: int = 64, window: int = 64) -> Ar
 
 
 def v4_sweeps() -> Iterator[Sweep]:
-    sweep = partial(Sweep, "sparse_mla_dsv4")
-    yield sweep("keys", (0, *MANY), lambda n: v4(keys=n))
-    yield sweep("window", MANY, lambda n: v4(window=n))
-    yield sweep("keys of both lists", MANY, lambda n: v4(window=n, keys=n))
-    yield sweep("heads", HEADS, lambda n: v4(heads=n))
-    yield sweep("tokens", FEW, lambda n: v4(tokens=n))
+    op = "sparse_mla_dsv4"
+    yield from vary(op, v4, keys=(0, *MANY), window=MANY)
+    yield Sweep(op, "keys of both lists", MANY, lambda n: v4(window=n, keys=n))
+    yield from vary(op, v4, heads=HEADS, tokens=FEW)
 
 
 def mla(
@@ -173,10 +163,7 @@ def mla(
 
 def mla_sweeps() -> Iterator[Sweep]:
     sweep = partial(Sweep, "mla_attention")
-    yield sweep("keys", MANY, lambda n: mla(keys=n))
-    yield sweep("heads", HEADS, lambda n: mla(heads=n))
-    yield sweep("page", PAGES, lambda n: mla(page=n))
-    yield sweep("requests", FEW, lambda n: mla(requests=n))
+    yield from vary("mla_attention", mla, keys=MANY, heads=HEADS, page=PAGES, requests=FEW)
     yield sweep("tokens of a request", FEW, lambda n: mla(1, n, causal=True))
     yield sweep("tokens per prompt", (1, 2, 4, 8), lambda n: mla(16 // n, n, n, causal=True))
     yield sweep("keys of a row", (0, 1, 2, 64), lambda n: mla() | {"cache_seqlens": full(4, n)})
@@ -213,8 +200,7 @@ def paged_sweeps() -> Iterator[Sweep]:
     yield sweep("keys", MANY, lambda n: paged(keys=n))
     yield sweep("heads", HEADS, lambda n: paged(heads=n, kv_heads=n))
     yield sweep("heads of a KV head", HEADS, lambda n: paged(heads=n, kv_heads=1))
-    yield sweep("page", PAGES, lambda n: paged(page=n))
-    yield sweep("requests", FEW, lambda n: paged(requests=n))
+    yield from vary("paged_attention", paged, page=PAGES, requests=FEW)
     yield sweep("tokens of a request", FEW, lambda n: paged(4, n, causal=True))
     yield sweep("window", (1, 2, 64), lambda n: paged(4, 16, causal=True, window_size=(n - 1, 0)))
 
@@ -223,27 +209,22 @@ def merge_sweeps() -> Iterator[Sweep]:
     def lses(*shape: int) -> np.ndarray:
         return normal(*shape, dtype=np.float32)
 
-    def two(tokens: int = 64, heads: int = 4, dim: int = 256, kind: Any = BF16) -> Arrays:
-        outs = {f"out_{side}": normal(tokens, heads, dim, dtype=kind) for side in "ab"}
+    def two(tokens: int = 64, heads: int = 4, values: int = 256, kind: Any = BF16) -> Arrays:
+        outs = {f"out_{side}": normal(tokens, heads, values, dtype=kind) for side in "ab"}
         return outs | {f"lse_{side}": lses(tokens, heads) for side in "ab"}
 
-    def parts(count: int = 4, tokens: int = 32, heads: int = 4) -> Arrays:
-        outs = normal(count, tokens, heads, 512, dtype=np.float32)
-        return {"outs": outs, "lses": lses(count, tokens, heads)}
+    def several(parts: int = 4, tokens: int = 32, heads: int = 4) -> Arrays:
+        outs = normal(parts, tokens, heads, 512, dtype=np.float32)
+        return {"outs": outs, "lses": lses(parts, tokens, heads)}
 
+    op = "merge_attn_states"
     for kind in (BF16, np.float16, np.float32):
-        name = np.dtype(kind).name
-        yield Sweep(
-            "merge_attn_states", f"{name} values", WIDTHS, lambda n, k=kind: two(dim=n, kind=k)
-        )
-    yield Sweep("merge_attn_states", "heads", HEADS, lambda n: two(heads=n))
-    yield Sweep("merge_attn_states", "tokens", FEW, lambda n: two(tokens=n))
-    yield Sweep("merge_attn_states", "place", PLACES, placed(two, "out_a", "out_b"))
-    yield Sweep("merge_attn_partials", "parts", FEW, parts)
-    many = (64, 32, 16, 8, 5, 4, 3, 2)
-    yield Sweep("merge_attn_partials", "parts of 128 rows", many, lambda n: parts(n, 128 // n))
-    yield Sweep("merge_attn_partials", "heads", FEW, lambda n: parts(heads=n))
-    yield Sweep("merge_attn_partials", "tokens", FEW, lambda n: parts(tokens=n))
+        yield from vary(op, partial(two, kind=kind), f"{np.dtype(kind).name} ", values=WIDTHS)
+    yield from vary(op, two, heads=HEADS, tokens=FEW, place=("out_a", "out_b"))
+    op, many = "merge_attn_partials", (64, 32, 16, 8, 5, 4, 3, 2)
+    yield from vary(op, several, parts=FEW)
+    yield Sweep(op, "parts of 128 rows", many, lambda n: several(n, 128 // n))
+    yield from vary(op, several, heads=FEW, tokens=FEW)
 
 
 FAMILIES = (varlen_sweeps, attention_sweeps, v4_sweeps, mla_sweeps, paged_sweeps, merge_sweeps)

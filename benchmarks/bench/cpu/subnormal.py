@@ -9,21 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import sparse_mla
-from bench.common.timing import Effort, Table, find_isas, on_isa
+from bench.common.rows import Bench
+from bench.common.timing import Table, find_isas, on_isa
+from bench.cpu import arguments
+from bench.cpu.arguments import SLOTS, Arrays, codes, cos_sin, normal
 from sparse_mla._judge import BF16
-from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, V4_DATA_BYTES, V4_ROW_BYTES, row_of
+from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, V4_DATA_BYTES, V4_ROW_BYTES
 from sparse_mla._types import KvFormat
 
-Arrays = dict[str, Any]
 Edit = Callable[[Arrays], None]
 LIMIT = 1.3  # times the flat time
-SLOTS = 1024
 TOKENS = 64
 FLT_MIN = np.float32(2.0**-126)
 
@@ -52,24 +53,6 @@ class Case:
 
 
 # --- arrays --------------------------------------------------------------------------------------
-
-
-_drawn = lru_cache(maxsize=32)(
-    lambda seed, *shape: np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32)
-)
-
-
-def normal(
-    *shape: int, std: float = 1.0, mean: float = 0.0, dtype: Any = BF16, seed: int = 0
-) -> np.ndarray:
-    return (_drawn(seed, *shape) * np.float32(std) + np.float32(mean)).astype(dtype)
-
-
-def codes(*shape: int) -> np.ndarray:
-    """e4m3 bytes of both signs without NaN, from 2^-6 to 15."""
-    rng = np.random.default_rng(shape)
-    made: np.ndarray = rng.integers(8, 0x58, shape) | rng.integers(0, 2, shape) << 7
-    return made.astype(np.uint8)
 
 
 def times(factor: float, *names: str) -> Edit:
@@ -214,7 +197,7 @@ def both(first: Edit, second: Edit) -> Edit:
 
 def k_up() -> Case:
     def make() -> Arrays:
-        return {"q_nope": normal(TOKENS, 4, 128), "W_UK": normal(512, 4, 128, std=0.05)}
+        return arguments.k_up(TOKENS, 4) | {"W_UK": normal(512, 4, 128, std=0.05)}
 
     kinds = sizes("q_nope") | {"W_UK 1e-38": times(1e-38, "W_UK")}
     kinds["both 1e-19"] = both(times(1e-19, "q_nope"), times(1e-19, "W_UK"))
@@ -223,7 +206,7 @@ def k_up() -> Case:
 
 def v_up() -> Case:
     def make() -> Arrays:
-        return {"x": normal(TOKENS, 4, 512), "W_UV": normal(512, 4, 128, std=0.05)}
+        return arguments.v_up(TOKENS, 4) | {"W_UV": normal(512, 4, 128, std=0.05)}
 
     kinds = sizes("x") | {"W_UV 1e-38": times(1e-38, "W_UV")}
     kinds["both 1e-19"] = both(times(1e-19, "x"), times(1e-19, "W_UV"))
@@ -285,26 +268,14 @@ def indexer(op: str, *, fp4: bool) -> Case:
 
 
 def concat(dtype: Any, fmt: str) -> Case:
-    def make() -> Arrays:
-        row = (FP8_ROW_BYTES, np.uint8) if fmt == "fp8_ds_mla" else (KEY_DIM, BF16)
-        return {
-            "kv_c": normal(SLOTS, 512, dtype=dtype),
-            "k_pe": normal(SLOTS, 64, dtype=dtype),
-            "kv_cache": np.zeros((SLOTS // 64, 64, row[0]), row[1]),
-            "slot_mapping": np.arange(SLOTS),
-        }
-
+    make = partial(arguments.concat, fmt, SLOTS, dtype=dtype)
     label = f"{np.dtype(dtype).name} to {fmt}"
     return Case("concat_and_cache_mla", make, sizes("kv_c", "k_pe"), label)
 
 
 def insert(fmt: KvFormat, dtype: Any = BF16) -> Case:
     def make() -> Arrays:
-        arrays = {
-            "k": normal(SLOTS, 512, dtype=dtype),
-            "k_cache": np.zeros((SLOTS // 64, 64, row_of(fmt)), np.uint8),
-            "slot_mapping": np.arange(SLOTS),
-        }
+        arrays = arguments.insert(fmt, SLOTS, dtype=dtype)
         return arrays | ({} if fmt == "fp8_e4m3" else {"kv_format": fmt})
 
     kinds = sizes("k")
@@ -316,28 +287,15 @@ def insert(fmt: KvFormat, dtype: Any = BF16) -> Case:
 
 
 def insert_index(fmt: KvFormat) -> Case:
-    def make() -> Arrays:
-        return {
-            "k": normal(SLOTS, 128),
-            "k_cache": np.zeros((SLOTS // 64, 64, row_of(fmt)), np.uint8),
-            "slot_mapping": np.arange(SLOTS),
-        }
-
+    make = partial(arguments.insert, fmt, SLOTS)
     return Case("indexer_k_quant_and_cache", make, sizes("k"), fmt)
 
 
 def read(op: str, dtype: str = "bfloat16") -> Case:
     def make() -> Arrays:
-        cache = write_rows(normal(SLOTS, KEY_DIM), "fp8_ds_mla")
         if op == "dequantize_kv_cache":
-            return {"kv_cache": cache, "dtype": dtype}
-        return {
-            "kv_cache": cache,
-            "block_table": np.arange(SLOTS // 64, dtype=np.int32)[None],
-            "seq_lens": np.array([SLOTS], np.int32),
-            "workspace_starts": np.zeros(1, np.int32),
-            "out": np.zeros((SLOTS, KEY_DIM), BF16),
-        }
+            return {"kv_cache": arguments.cache_of("fp8_ds_mla"), "dtype": dtype}
+        return arguments.gather("fp8_ds_mla", 1, SLOTS)
 
     def with_scale(scale: float) -> Edit:
         def edit(arrays: Arrays) -> None:
@@ -373,31 +331,17 @@ def split() -> Case:
 # --- norms, RoPE, the compressor -----------------------------------------------------------------
 
 
-def cos_sin(rows: int) -> np.ndarray:
-    angles = np.random.default_rng(2).uniform(0, 6, (rows, 32))
-    return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-
-
 def norm() -> Case:
     def make() -> Arrays:
         weights = {f"{name}_weight": normal(512, std=0.1, mean=1) for name in ("q", "kv")}
-        return {"q": normal(SLOTS, 512), "kv": normal(SLOTS, 512), "eps": 1e-6} | weights
+        return arguments.norm(tokens=SLOTS) | weights
 
     return Case("fused_q_kv_rmsnorm", make, sizes("q", "kv"))
 
 
 def queries(dtype: Any) -> Case:
     def make() -> Arrays:
-        arrays = {
-            "q": normal(TOKENS, 8, 512),
-            "kv": normal(TOKENS, 512),
-            "positions": np.arange(TOKENS),
-            "rope_table": cos_sin(TOKENS),
-            "kv_cache": np.zeros((1, 64, V4_ROW_BYTES), np.uint8),
-            "slot_mapping": np.arange(TOKENS),
-            "eps": 1e-6,
-            "q_out": np.zeros((TOKENS, 8, 512), dtype),
-        }
+        arrays = arguments.queries(TOKENS, 8) | {"q_out": np.zeros((TOKENS, 8, 512), dtype)}
         return arrays | ({} if dtype == BF16 else {"q_scale_inv": np.ones(1, np.float32)})
 
     return Case("fused_qnorm_rope_kv_insert", make, sizes("q", "kv"), np.dtype(dtype).name)
@@ -405,28 +349,16 @@ def queries(dtype: Any) -> Case:
 
 def turn(dtype: Any) -> Case:
     def make() -> Arrays:
-        return {
-            "positions": np.arange(TOKENS),
-            "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
-            "k_pe": normal(TOKENS, 64, dtype=dtype),
-            "rope_table": cos_sin(TOKENS),
-        }
+        return arguments.turn(TOKENS, 16, kind=dtype) | {"rope_table": cos_sin(TOKENS)}
 
     return Case("apply_rope", make, sizes("q_pe", "k_pe"), np.dtype(dtype).name)
 
 
 def turn_and_write(dtype: Any, fmt: str) -> Case:
     def make() -> Arrays:
-        row = (FP8_ROW_BYTES, np.uint8) if fmt == "fp8_ds_mla" else (KEY_DIM, BF16)
-        return {
-            "positions": np.arange(TOKENS),
-            "q_pe": normal(TOKENS, 16, 64, dtype=dtype),
-            "k_pe": normal(TOKENS, 64, dtype=dtype),
-            "rope_table": cos_sin(TOKENS),
-            "kv_c": normal(TOKENS, 512, dtype=dtype),
-            "kv_cache": np.zeros((TOKENS, 1, row[0]), row[1]),
-            "slot_mapping": np.arange(TOKENS),
-        }
+        written = arguments.turn_and_write(fmt, TOKENS)
+        values = {"kv_c": normal(TOKENS, 512, dtype=dtype), "rope_table": cos_sin(TOKENS)}
+        return written | arguments.turn(TOKENS, 16, kind=dtype) | values
 
     label = f"{np.dtype(dtype).name} to {fmt}"
     return Case("rope_and_cache_mla", make, sizes("q_pe", "k_pe", "kv_c"), label)
@@ -434,29 +366,14 @@ def turn_and_write(dtype: Any, fmt: str) -> Case:
 
 def inverse(*, quantizes: bool) -> Case:
     def make() -> Arrays:
-        return {
-            "o": normal(TOKENS, 16, 512),
-            "positions": np.arange(TOKENS),
-            "rope_table": cos_sin(TOKENS),
-            "groups": 2,
-            "quantize": quantizes,
-        }
+        return arguments.inverse(TOKENS, 16, quantizes=quantizes) | {"groups": 2}
 
     label = "e4m3" if quantizes else "bfloat16"
     return Case("fused_inv_rope_fp8_quant", make, sizes("o"), label)
 
 
 def index_query() -> Case:
-    def make() -> Arrays:
-        return {
-            "q": normal(TOKENS, 32, 128),
-            "weights": normal(TOKENS, 32, dtype=np.float32),
-            "positions": np.arange(TOKENS),
-            "rope_table": cos_sin(TOKENS),
-            "softmax_scale": 0.1,
-            "head_scale": 0.5,
-        }
-
+    make = partial(arguments.index_queries, TOKENS, 32, fp4=False)
     return Case("fused_indexer_q_rope_quant", make, sizes("q"))
 
 
@@ -573,8 +490,8 @@ def find_ratios(case: Case, repeats: int) -> dict[str, float]:
     return {kind: best[kind] / best[None] for kind in case.kinds}
 
 
-def measure(effort: Effort, num_threads: int) -> Table:
-    del num_threads  # one, or the CPU time would be that of threads that wait, too
+def measure(bench: Bench) -> Table:
+    # One thread, or the CPU time would be that of threads that wait, too
     isas = find_isas()
     title = "Subnormal numbers on the CPU: time over that of ordinary inputs, one thread"
     table = Table(title, ["operator", "inputs", *isas], [], [])
@@ -582,7 +499,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         ratios = {}
         for isa in isas:
             with on_isa(isa):
-                ratios[isa] = find_ratios(case, 3 if effort.quick else 9)
+                ratios[isa] = find_ratios(case, 3 if bench.effort.quick else 9)
         for kind in case.kinds:
             row = {isa: ratios[isa][kind] for isa in isas}
             cells = [f"{row[isa]:.2f}{' !' if row[isa] > LIMIT else ''}" for isa in isas]

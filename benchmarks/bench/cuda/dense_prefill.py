@@ -10,23 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 
 import sparse_mla
-from bench.common.timing import Table
-from bench.common.varlen import JUDGED_HEADS, judge_head
-from bench.cuda.sides import show_ratio, show_us
-from bench.cuda.timing import (
-    DEVICE,
-    PEAK_FLOPS,
-    Array,
-    CudaEffort,
-    describe_error,
-    interleave_flushed,
-    sustain,
-    torch,
-)
+from bench.common import rows
+from bench.common.rows import Bench, Column, Work
+from bench.common.timing import Table, describe_error
+from bench.cuda.timing import DEVICE, PEAK_FLOPS, Array, sustain, torch
+from bench.tables.varlen import JUDGED_HEADS, judge_head
 
 NOPE, ROPE, VALUES = 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
@@ -153,52 +146,51 @@ def judge(prefill: Prefill, a: Arrays, results: tuple[Array, Array]) -> float:
         for token in {0, n_q - 1}:
             end = n_k - n_q + token + 1 if prefill.is_causal else n_k
             for head in range(JUDGED_HEADS):
-                rows = a.q[first_query + token, head], out[first_query + token, head]
-                q, out_row = (x.double().cpu().numpy() for x in rows)
+                at = first_query + token, head
+                q, out_row = (x[at].double().cpu().numpy() for x in (a.q, out))
                 keys = slice(first_key, first_key + end)
                 k, v = (x[keys, head].double().cpu().numpy() for x in (a.k, a.v))
-                got = float(lse[first_query + token, head])
+                got = float(lse[at])
                 found = judge_head(q, k, v, out_row, got, SCALE, units=32)
                 worst = max(worst, found.out, found.lse)
         first_query, first_key = first_query + n_q, first_key + n_k
     return worst
 
 
-def measure_dense_prefill(effort: CudaEffort) -> Table:
-    columns = [*PREFILLS[0].labels(), "µs", "TFLOP/s", "error/bound", "floor µs", "FA3 µs"]
-    columns += ["÷ ours", "sustained TFLOP/s", "÷ ours sustained"]
-    table = Table("Prefill, heads of 192/128, bf16, beside FlashAttention-3", columns, [], [])
+def measure(bench: Bench) -> Table:
+    columns = [rows.US, rows.TFLOPS, rows.ERROR, rows.FLOOR, rows.beside("FA3 µs"), rows.RATIO]
+    columns += [
+        Column(
+            "sustained TFLOP/s",
+            lambda x: f"{x.work.flop / x.lasting['ours'] / 1e12:.0f}",
+            "sustained_us",
+            lambda x: 1e6 * x.lasting["ours"],
+        ),
+        Column(
+            "÷ ours sustained",
+            lambda x: rows.times(x.lasting.get("FA3", math.nan) / x.lasting["ours"]),
+            "peer_sustained_us",
+            lambda x: 1e6 * x.lasting.get("FA3", math.nan),
+        ),
+    ]
+    title = "Prefill, heads of 192/128, bf16, beside FlashAttention-3"
+    table = rows.make_table(title, PREFILLS[0].labels(), columns)
     peer = find_peer()
-    for prefill in PREFILLS[:QUICK] if effort.quick else PREFILLS:
+    for prefill in bench.choose(PREFILLS, PREFILLS[:QUICK]):
         try:
-            add_row(table, effort, prefill, peer)
+            row = prefill.labels(), partial(make, prefill, peer)
+            rows.measure_row(bench, table, columns, row, sustain=sustain)
         except torch.cuda.OutOfMemoryError as reason:
             table.failures.append(f"{prefill.name}: {describe_error(reason)}")
     return table
 
 
-def add_row(
-    table: Table, effort: CudaEffort, prefill: Prefill, peer: Callable[..., object] | None
-) -> None:
+def make(prefill: Prefill, peer: Callable[..., object] | None) -> Work:
     arrays = make_arrays(prefill)
-    ours = make_ours(prefill, arrays)
-    error = judge(prefill, arrays, ours())
-    if error > 1:
-        table.failures.append(f"{prefill.name}: {error:.3g} × bound")
-    sides: dict[str, list[Callable[[], object]]] = {"ours": [ours]}
-    if peer is not None:
-        sides["peer"] = [make_peer(prefill, arrays, peer)]
-        sides["peer"][0]()
-    seconds = interleave_flushed(sides, effort)
-    lasting = {name: sustain(calls[0], effort) for name, calls in sides.items()}
-    floor = prefill.flop / PEAK_FLOPS
-    beside, beside_lasting = (x.get("peer", math.nan) for x in (seconds, lasting))
-    row = [*map(str, prefill.labels().values()), show_us(seconds["ours"])]
-    row += [f"{prefill.flop / seconds['ours'] / 1e12:.0f}", f"{error:.3g}", show_us(floor)]
-    row += [show_us(beside), show_ratio(beside / seconds["ours"])]
-    row += [f"{prefill.flop / lasting['ours'] / 1e12:.0f}"]
-    record = prefill.labels() | {"us": 1e6 * seconds["ours"], "error_over_bound": error}
-    record |= {"floor_us": 1e6 * floor, "sustained_us": 1e6 * lasting["ours"]}
-    if beside == beside:
-        record |= {"peer_us": 1e6 * beside, "peer_sustained_us": 1e6 * beside_lasting}
-    table.add([*row, show_ratio(beside_lasting / lasting["ours"])], record)
+    return Work(
+        make_ours(prefill, arrays),
+        partial(judge, prefill, arrays),
+        flop=prefill.flop,
+        floor=prefill.flop / PEAK_FLOPS,
+        peers={} if peer is None else {"FA3": partial(make_peer, prefill, arrays, peer)},
+    )

@@ -5,20 +5,17 @@ and code are not in the caches. Results are judged elsewhere, at larger sizes.""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 import sparse_mla
-from bench.common.timing import Table
-from bench.cuda.timing import (
-    DEVICE,
-    Array,
-    CudaEffort,
-    describe_error,
-    interleave,
-    interleave_flushed,
-    torch,
-)
-from sparse_mla._rows import V4_ROW_BYTES
+from bench.common.rows import Bench
+from bench.common.timing import Table, describe_error
+from bench.cuda.timing import Array, interleave, torch
+from bench.tables import cache_moves, token_moves
+from sparse_mla._rows import V4_ROW_BYTES, row_of
 
 TOKENS = (1, 17, 128)
 CALLS_PER_REPLAY = 20
@@ -28,25 +25,25 @@ CONTEXT = BLOCK_SIZE * PAGES
 LONG, LONG_TOPK, RANKS = 65536, 2048, 4  # DeepSeek-V3.2
 STATE_BLOCK_SIZES = {4: 4, 128: 8}
 
+Arrays = Any
 Named = Iterator[tuple[str, Callable[[], object]]]
 
 
-def measure_helpers(effort: CudaEffort) -> Table:
+def measure(bench: Bench) -> Table:
     columns = ["operator", *(f"T {n}, µs" for n in TOKENS), f"T {TOKENS[0]}, flushed, µs"]
     title = f"Operators of a decode, {CALLS_PER_REPLAY} calls per graph; flushed: one call"
     table = Table(title, columns, [], [])
-    one = torch.zeros(1, device=DEVICE)
     times: dict[str, list[float]] = {}
     flushed: dict[str, float] = {}
     for num_tokens in TOKENS:
-        for make in (make_launch(one), *HELPERS):
+        for make in (launches, *HELPERS):
             try:
-                for name, call in make(num_tokens):
+                for name, call in make(bench.arrays, num_tokens):
                     call()
                     sides = {"ours": [call] * CALLS_PER_REPLAY}
-                    times.setdefault(name, []).append(interleave(sides, effort)["ours"])
+                    times.setdefault(name, []).append(interleave(sides, bench.effort)["ours"])
                     if num_tokens == TOKENS[0]:
-                        flushed[name] = interleave_flushed(sides, effort)["ours"]
+                        flushed[name] = bench.time({"ours": call})["ours"]
             except Exception as error:  # the other operators go on
                 table.failures.append(f"{make.__name__}, T {num_tokens}: {describe_error(error)}")
     for name, seconds in times.items():
@@ -57,168 +54,113 @@ def measure_helpers(effort: CudaEffort) -> Table:
     return table
 
 
-def make_launch(one: Array) -> Callable[[int], Named]:
+def launches(a: Arrays, num_tokens: int) -> Named:
     """PyTorch's addition to one number. It begins when the call before has ended."""
-
-    def launches(num_tokens: int) -> Named:
-        yield "torch.add of one number, for comparison", lambda: torch.add(one, 1, out=one)
-
-    return launches
+    one = a.zeros(1, dtype="float32")
+    yield "torch.add of one number, for comparison", lambda: torch.add(one, 1, out=one)
 
 
-def zeros(*shape: int, dtype: Any = None) -> Array:
-    return torch.zeros(*shape, dtype=dtype or torch.uint8, device=DEVICE)
+def make_table(a: Arrays, num_tokens: int, pages: int) -> Array:
+    """A block table with pages of its own for every request."""
+    return a.randperm(num_tokens * pages, "int32").reshape(num_tokens, pages)
 
 
-def bf16(*shape: int) -> Array:
-    return torch.randn(*shape, device=DEVICE).bfloat16()
+def moved(a: Arrays, num_tokens: int) -> Named:
+    """Calls of the tables of moved bytes."""
+    t = token_moves.Tokens(a, num_tokens, CONTEXT, fp32_angles=True)
+    yield "fused_q_kv_rmsnorm", token_moves.norm(a, num_tokens, Q_LORA).call
+    yield "fused_qnorm_rope_kv_insert", token_moves.normalise_and_insert(a, t, HEADS).call
+    for fmt in ("fp8_v4", "fp8_index"):
+        op = cache_moves.insert(a, fmt, num_tokens, slots=t.slots)
+        yield f"{op.name}, {fmt}", op.call
 
 
-def angles() -> Array:
-    return torch.from_numpy(sparse_mla.rope_table(CONTEXT, fp32_angles=True)).to(DEVICE)
+def queries(a: Arrays, num_tokens: int) -> Named:
+    t = token_moves.Tokens(a, num_tokens, CONTEXT, fp32_angles=True)
+    for name, fp4 in (("FP8", False), ("FP4", True)):
+        move = token_moves.quantise_queries(a, t, INDEX_HEADS, name, fp4)
+        yield move.name, move.call
 
 
-def last_positions(num_tokens: int) -> Array:
-    """Each token closes a group of its request, of any ratio."""
-    return torch.full((num_tokens,), CONTEXT - 1, device=DEVICE)
+def turns(a: Arrays, num_tokens: int) -> Named:
+    t = token_moves.Tokens(a, num_tokens, CONTEXT, fp32_angles=True)
+    yield "apply_rope", token_moves.turn(a, t, HEADS).call
+    yield "fused_inv_rope_fp8_quant", token_moves.turn_back(a, t, HEADS).call
 
 
-def make_tables(num_tokens: int, pages: int) -> tuple[Array, Array]:
-    """A block table with pages of its own for every request, and the last page of each."""
-    table = torch.randperm(num_tokens * pages, device=DEVICE).int().view(num_tokens, pages)
-    return table, table[:, -1].long()
-
-
-def norms(num_tokens: int) -> Named:
-    q, kv = bf16(num_tokens, Q_LORA + 512).split([Q_LORA, 512], 1)
-    given = {"q_out": bf16(num_tokens, Q_LORA), "kv_out": bf16(num_tokens, 512), "eps": 1e-6}
-    weights = bf16(Q_LORA), bf16(512)
-    yield (
-        "fused_q_kv_rmsnorm",
-        lambda: sparse_mla.fused_q_kv_rmsnorm(q, kv, *weights, **given),
-    )
-
-
-def inserts(num_tokens: int) -> Named:
-    q, kv, table = bf16(num_tokens, HEADS, 512), bf16(num_tokens, 512), angles()
-    positions = last_positions(num_tokens)
-    cache = zeros(num_tokens, BLOCK_SIZE, V4_ROW_BYTES)
-    slots = torch.randperm(num_tokens, device=DEVICE) * BLOCK_SIZE
-    fused = (q, kv, positions, table, cache, slots)
-    out = torch.empty_like(q)
-    yield (
-        "fused_qnorm_rope_kv_insert",
-        lambda: sparse_mla.fused_qnorm_rope_kv_insert(*fused, eps=1e-6, q_out=out),
-    )
-    yield (
-        "quantize_and_insert_k_cache, fp8_v4",
-        lambda: sparse_mla.quantize_and_insert_k_cache(kv, cache, slots),
-    )
-    keys, rows = bf16(num_tokens, 128), zeros(num_tokens, BLOCK_SIZE, 132)
-    yield (
-        "indexer_k_quant_and_cache, fp8_index",
-        lambda: sparse_mla.indexer_k_quant_and_cache(keys, rows, slots),
-    )
-
-
-def compressors(num_tokens: int) -> Named:
+def compressors(a: Arrays, num_tokens: int) -> Named:
     for ratio, dim, row, closes in (
         (4, 512, V4_ROW_BYTES, True),
         (4, 512, V4_ROW_BYTES, False),
         (128, 512, V4_ROW_BYTES, True),
         (128, 512, V4_ROW_BYTES, False),
-        (4, 128, 132, True),
+        (4, 128, row_of("fp8_index"), True),
     ):
         block_size, width = STATE_BLOCK_SIZES[ratio], dim * (2 if ratio == 4 else 1)
-        table, last = make_tables(num_tokens, CONTEXT // block_size)
-        state = torch.randn(table.numel(), block_size, 2 * width, device=DEVICE)
-        requests = torch.arange(num_tokens, device=DEVICE).int()
-        cache = zeros(num_tokens, BLOCK_SIZE, row)
-        rows = torch.arange(num_tokens, device=DEVICE) * BLOCK_SIZE
-        positions = last_positions(num_tokens)
+        t = token_moves.Tokens(a, num_tokens, CONTEXT, fp32_angles=True)
+        table = make_table(a, num_tokens, CONTEXT // block_size)
+        requests, rows = (a.put(np.arange(num_tokens, dtype=x)) for x in ("int32", "int64"))
+        rows, positions = rows * BLOCK_SIZE, t.positions  # each closes a group, of any ratio
         if not closes:
-            rows, positions = torch.full_like(rows, -1), positions - 1
-        slots = last * block_size + positions % block_size
-        before = (state, table, requests, positions, slots, cache, rows)
-        arrays = (*before, torch.ones(dim, device=DEVICE), angles())
-        kv, score = torch.randn(2, num_tokens, width, device=DEVICE)
-        step = {"kv": kv, "score": score, "ape": torch.randn(ratio, width, device=DEVICE)}
-
-        def compress(arrays: Any = arrays, ratio: int = ratio, step: Any = step) -> object:
-            return sparse_mla.compress_norm_rope_store(*arrays, eps=1e-6, ratio=ratio, **step)
-
+            rows, positions = rows * 0 - 1, positions - 1
+        slots = table[:, -1] * block_size + positions % block_size
+        kv, score, ape = (
+            a.randn(count, width, dtype="float32") for count in (num_tokens, num_tokens, ratio)
+        )
+        compress = partial(
+            sparse_mla.compress_norm_rope_store,
+            state=a.randn(len(table) * len(table[0]), block_size, 2 * width, dtype="float32"),
+            block_table=table,
+            req_id_per_token=requests,
+            positions=positions,
+            slot_mapping=slots,
+            kv_cache=a.zeros(num_tokens, BLOCK_SIZE, row, dtype="uint8"),
+            kv_slot_mapping=rows,
+            norm_weight=a.put(np.ones(dim, np.float32)),
+            rope_table=t.table,
+            eps=1e-6,
+            ratio=ratio,
+            kv=kv,
+            score=score,
+            ape=ape,
+        )
         what = "" if closes else ", no group ends"
         yield f"compress_norm_rope_store with save, C{ratio}, D {dim}{what}", compress
 
 
-def index_queries(num_tokens: int) -> Named:
-    q, weights = bf16(num_tokens, INDEX_HEADS, 128), torch.randn(num_tokens, INDEX_HEADS)
-    arrays = (q, weights.to(DEVICE), last_positions(num_tokens), angles())
-    for fp4 in (False, True):
-        given: dict[str, Any] = {"softmax_scale": 128**-0.5, "head_scale": INDEX_HEADS**-0.5}
-        given["use_fp4"] = fp4
-        results = sparse_mla.fused_indexer_q_rope_quant(*arrays, **given)
-        given |= dict(zip(("out", "out_weights", "out_scale"), results, strict=False))
-
-        def quantise(given: dict[str, Any] = given) -> object:
-            return sparse_mla.fused_indexer_q_rope_quant(*arrays, **given)
-
-        yield f"fused_indexer_q_rope_quant, {'FP4' if fp4 else 'FP8'}", quantise
-
-
-def lists(num_tokens: int) -> Named:
-    table, _ = make_tables(num_tokens, PAGES)
-    topk = torch.randint(CONTEXT // 4, (num_tokens, TOPK), device=DEVICE).int()
-    requests = torch.arange(num_tokens, device=DEVICE).int()
-    outs = {"out": torch.empty_like(topk), "lens": zeros(num_tokens, dtype=torch.int32)}
-    given = (topk, requests, table, BLOCK_SIZE, None)
+def lists(a: Arrays, num_tokens: int) -> Named:
+    table = make_table(a, num_tokens, PAGES)
+    topk = a.randint(0, CONTEXT // 4, num_tokens, TOPK)
+    requests = a.put(np.arange(num_tokens, dtype=np.int32))
     yield (
         "compute_global_topk_indices_and_lens",
-        lambda: sparse_mla.compute_global_topk_indices_and_lens(*given, **outs),
+        partial(
+            sparse_mla.compute_global_topk_indices_and_lens,
+            *(topk, requests, table, BLOCK_SIZE, None),
+            out=a.zeros(*topk.shape, dtype="int32"),
+            lens=a.zeros(num_tokens, dtype="int32"),
+        ),
     )
 
 
-def rank_lists(num_tokens: int) -> Named:
+def rank_lists(a: Arrays, num_tokens: int) -> Named:
     """Lists of DeepSeek-V3.2, of which one rank of two has half, and the choices of four ranks."""
-    topk = torch.randint(LONG, (num_tokens, LONG_TOPK), device=DEVICE).int()
-    outs = {"out": torch.empty_like(topk), "lens": zeros(num_tokens, dtype=torch.int32)}
-    yield (
-        f"cp_local_topk, K {LONG_TOPK}",
-        lambda: sparse_mla.cp_local_topk(topk, cp=(0, 2, 64), **outs),
-    )
-    dealt = torch.randperm(RANKS * LONG_TOPK, device=DEVICE).int().view(RANKS, 1, LONG_TOPK)
+    topk = a.randint(0, LONG, num_tokens, LONG_TOPK)
+    out, lens = a.zeros(*topk.shape, dtype="int32"), a.zeros(num_tokens, dtype="int32")
+    own = partial(sparse_mla.cp_local_topk, topk, cp=(0, 2, 64), out=out, lens=lens)
+    yield f"cp_local_topk, K {LONG_TOPK}", own
+    dealt = a.randperm(RANKS * LONG_TOPK, "int32").reshape(RANKS, 1, LONG_TOPK)
     indices = dealt.sort(-1).values.expand(-1, num_tokens, -1).contiguous()
-    scores = torch.randn(indices.shape, device=DEVICE)
-    yield (
-        f"top_k_merge, {RANKS} lists of {LONG_TOPK}",
-        lambda: sparse_mla.top_k_merge(indices, scores, k=LONG_TOPK, out=outs["out"]),
-    )
+    scores = a.randn(*indices.shape, dtype="float32")
+    merge = partial(sparse_mla.top_k_merge, indices, scores, k=LONG_TOPK, out=out)
+    yield f"top_k_merge, {RANKS} lists of {LONG_TOPK}", merge
 
 
-def turns(num_tokens: int) -> Named:
-    q, k = bf16(num_tokens, HEADS, 64), bf16(num_tokens, 64)
-    given = (last_positions(num_tokens), q, k, angles())
-    outs = {"q_out": torch.empty_like(q), "k_out": torch.empty_like(k)}
-    yield "apply_rope", lambda: sparse_mla.apply_rope(*given, **outs)
-
-
-def outputs(num_tokens: int) -> Named:
-    o, positions, table = bf16(num_tokens, HEADS, 512), last_positions(num_tokens), angles()
-    made = sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, groups=HEADS // 8)
-    outs = {"out": made[0], "out_scale": made[1], "groups": HEADS // 8}
-    yield (
-        "fused_inv_rope_fp8_quant",
-        lambda: sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, **outs),
-    )
-
-
-HELPERS: tuple[Callable[[int], Named], ...] = (
-    norms,
-    inserts,
+HELPERS: tuple[Callable[[Arrays, int], Named], ...] = (
+    moved,
     compressors,
-    index_queries,
+    queries,
     lists,
     rank_lists,
     turns,
-    outputs,
 )

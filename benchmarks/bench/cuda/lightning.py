@@ -3,19 +3,15 @@ it joins, whose logits fill memory of their own."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import sparse_mla
+from bench.common import rows
+from bench.common.rows import Bench
 from bench.common.timing import Table
 from bench.cuda.logits import Work, make_prefill
-from bench.cuda.timing import (
-    DEVICE,
-    PEAK_BYTES,
-    Array,
-    CudaEffort,
-    interleave_flushed,
-    torch,
-)
+from bench.cuda.timing import DEVICE, PEAK_BYTES, Array, torch
 
 TOPK = 2048
 SHAPES = ((2048, 8192, 64), (4096, 32768, 64), (4096, 32768, 32))  # tokens, keys, heads
@@ -61,38 +57,27 @@ class Choice:
         return self.work.floor() + self.out.nbytes / PEAK_BYTES
 
 
-def measure_lightning(effort: CudaEffort) -> Table:
-    columns = ["tokens", "keys", "heads", "chosen", "µs", "floor µs", "logits µs", "top-k µs"]
-    table = Table(f"Lightning indexer, FP8, k {TOPK}, cold", columns, [], [])
-    for num_tokens, num_keys, heads in SHAPES[:QUICK] if effort.quick else SHAPES:
-        choice = Choice(make_prefill(num_tokens, num_keys, heads))
-        is_right = choice.is_right()
-        if not is_right:
-            table.failures.append(f"{choice.work.name}: not the two calls' keys")
-        logits = choice.work.call()
-        seconds = interleave_flushed(
-            {
-                "ours": [choice.choose],
-                "logits": [choice.work.call],
-                "top-k": [partial(choice.select, logits)],
-            },
-            effort,
-        )
-        floor = choice.floor()
-        row = [str(num_tokens), str(num_keys), str(heads), "right" if is_right else "FAIL"]
-        row += [f"{1e6 * x:.1f}" for x in (seconds["ours"], floor)]
-        row += [f"{1e6 * seconds[name]:.1f}" for name in ("logits", "top-k")]
-        record: dict[str, object] = {
-            "tokens": num_tokens,
-            "keys": num_keys,
-            "heads": heads,
-            "right": is_right,
-            "us": 1e6 * seconds["ours"],
-            "floor_us": 1e6 * floor,
-            "logits_us": 1e6 * seconds["logits"],
-            "top_k_us": 1e6 * seconds["top-k"],
-        }
-        table.add(row, record)
-        del choice, logits
+def measure(bench: Bench) -> Table:
+    logits, choice = rows.peer("logits", "logits µs"), rows.peer("top_k", "top-k µs")
+    columns = [rows.RIGHT, rows.US, rows.FLOOR, logits[0], choice[0]]
+    title = f"Lightning indexer, FP8, k {TOPK}, cold"
+    table = rows.make_table(title, ["tokens", "keys", "heads"], columns)
+    for shape in bench.choose(SHAPES, SHAPES[:QUICK]):
+        labels = dict(zip(("tokens", "keys", "heads"), shape, strict=True))
+        rows.measure_row(bench, table, columns, (labels, partial(make, *shape)))
         torch.cuda.empty_cache()
     return table
+
+
+def make(num_tokens: int, num_keys: int, heads: int) -> rows.Work:
+    choice = Choice(make_prefill(num_tokens, num_keys, heads))
+    logits = choice.work.call()
+    return rows.Work(
+        choice.choose,
+        lambda _: 0.0 if choice.is_right() else math.inf,
+        floor=choice.floor(),
+        peers={
+            "logits": lambda: choice.work.call,
+            "top_k": lambda: partial(choice.select, logits),
+        },
+    )

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import sparse_mla
+from bench.common.rows import Bench
 from bench.common.timing import Table
-from bench.cuda.memory import make_copy
-from bench.cuda.timing import (
-    DEVICE,
-    PEAK_BYTES,
-    PEAK_FLOPS,
-    Array,
-    CudaEffort,
-    interleave,
-    interleave_flushed,
-    torch,
-)
+from bench.cuda.timing import DEVICE, PEAK_BYTES, PEAK_FLOPS, Array, interleave, torch
+from bench.tables.memory import make_copy
 
 INNER, OUTER = 1536, 65536
 TOKENS, QUICK_TOKENS = (1, 16, 64, 512), (1, 64)
@@ -52,7 +44,7 @@ class Row:
     flop: int = 0
 
 
-def measure_linear(effort: CudaEffort) -> Table:
+def measure(bench: Bench) -> Table:
     title = f"FP8 linear layers, {INNER} → {OUTER}, and quantisation, beside a copy by PyTorch"
     columns = ["call", "rows", "error/bound", "MB", "µs", "TB/s", "of the copy", "floor µs"]
     columns += ["alone, cold µs"]
@@ -60,21 +52,21 @@ def measure_linear(effort: CudaEffort) -> Table:
     copy, copy_bytes = make_copy()
     for scheme in SCHEMES:
         weights = [make_weight(scheme) for _ in range(NUM_CALLS)]
-        for num_tokens in QUICK_TOKENS if effort.quick else TOKENS:
-            add_row(table, make_linear(scheme, weights, num_tokens), copy, copy_bytes, effort)
+        for num_tokens in bench.choose(TOKENS, QUICK_TOKENS):
+            add_row(bench, table, make_linear(scheme, weights, num_tokens), copy, copy_bytes)
     for group in GROUPS:
-        add_row(table, make_quantize(group), copy, copy_bytes, effort)
+        add_row(bench, table, make_quantize(group), copy, copy_bytes)
     return table
 
 
 def add_row(
-    table: Table, row: Row, copy: Callable[[], object], copy_bytes: int, effort: CudaEffort
+    bench: Bench, table: Table, row: Row, copy: Callable[[], object], copy_bytes: int
 ) -> None:
     if not row.worst <= 1:
         table.failures.append(f"{row.name}, {row.num_rows} rows: {row.worst:.3g} × bound")
     sides = {"ours": row.calls * ROUNDS, "copy": [copy] * NUM_CALLS * ROUNDS}
-    seconds = interleave(sides, effort)
-    alone = interleave_flushed({"ours": row.calls}, effort)["ours"]
+    seconds = interleave(sides, bench.effort)
+    alone = bench.time({"ours": row.calls[0]})["ours"]
     rate, copy_rate = row.num_bytes / seconds["ours"], copy_bytes / seconds["copy"]
     floor = max(row.num_bytes / PEAK_BYTES, row.flop / (2 * PEAK_FLOPS))
     text = [

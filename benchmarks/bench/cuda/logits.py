@@ -3,6 +3,7 @@ MXFP4 keys, beside DeepGEMM where its wheel can be imported (`sgl-deep-gemm`).""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +11,10 @@ from importlib import import_module
 from typing import Any
 
 import sparse_mla
+from bench.common import rows
+from bench.common.rows import Bench, Column
 from bench.common.timing import Table
-from bench.cuda.timing import (
-    DEVICE,
-    PEAK_BYTES,
-    PEAK_FLOPS,
-    Array,
-    CudaEffort,
-    describe_error,
-    interleave_flushed,
-    torch,
-)
+from bench.cuda.timing import DEVICE, PEAK_BYTES, PEAK_FLOPS, Array, torch
 
 BLOCK_SIZE, DIM = 64, 128
 FP8_ROW, FP4_ROW = DIM + 4, DIM // 2 + 4  # bytes of a key
@@ -103,17 +97,8 @@ def make_prefill(num_tokens: int, num_keys: int, heads: int) -> Work:
         return lambda: module.fp8_mqa_logits(q, (keys, scales), weights, first, lens)
 
     name = f"prefill {num_tokens} x {num_keys}"
-    return Work(
-        name=name,
-        q=q,
-        weights=weights,
-        keys=keys,
-        scales=scales,
-        lens=lens,
-        first=first,
-        call=call,
-        peer=peer,
-    )
+    inputs = {"q": q, "weights": weights, "keys": keys, "scales": scales}
+    return Work(name=name, lens=lens, first=first, call=call, peer=peer, **inputs)
 
 
 def make_decode(num_reqs: int, context: int, heads: int, next_n: int = 1) -> Work:
@@ -158,17 +143,9 @@ def make_decode(num_reqs: int, context: int, heads: int, next_n: int = 1) -> Wor
         return run
 
     name = f"decode {num_reqs} x {context}" + (f", {next_n} tokens" if next_n > 1 else "")
-    return Work(
-        name=name,
-        q=q,
-        weights=weights,
-        keys=keys,
-        scales=scales,
-        lens=lens,
-        first=req.long() * context,
-        call=call,
-        peer=peer if next_n == 1 else None,
-    )
+    inputs = {"q": q, "weights": weights, "keys": keys, "scales": scales}
+    first, beside = req.long() * context, peer if next_n == 1 else None
+    return Work(name=name, lens=lens, first=first, call=call, peer=beside, **inputs)
 
 
 def quantise_fp4(x: Array) -> tuple[Array, Array, Array]:
@@ -239,50 +216,33 @@ def make_work_items(quick: bool) -> list[partial[Work]]:
     ]
 
 
-def measure_logits(effort: CudaEffort) -> Table:
-    columns = ["work", "heads", "error/bound", "µs", "TFLOP/s", "floor µs", "DeepGEMM µs", "ratio"]
-    table = Table("Logits of the indexer, cold", columns, [], [])
+def measure(bench: Bench) -> Table:
+    theirs = Column(
+        "DeepGEMM µs",
+        lambda x: rows.us(x.beside) or "-",
+        "deep_gemm_us",
+        lambda x: None if math.isnan(x.beside) else 1e6 * x.beside,
+    )
+    ratio = Column("ratio", lambda x: rows.times(x.beside / x.ours) or "-")
+    columns = [rows.ERROR, rows.US, rows.TFLOPS, rows.FLOOR, theirs, ratio]
+    table = rows.make_table("Logits of the indexer, cold", ["work", "heads"], columns)
     module = find_deep_gemm()
-    for make in make_work_items(effort.quick):
+    for make in make_work_items(bench.effort.quick):
         work = make()
-        heads = work.q.shape[1]
-        worst = work.judge(work.call())
-        if not worst <= 1:
-            table.failures.append(f"{work.name}, {heads} heads: {worst:.3g} × bound")
-        sides = {"ours": [work.call]}
-        if module is not None and work.peer is not None and heads in (32, 64):
-            try:
-                other = work.peer(module)
-                other()
-                sides["DeepGEMM"] = [other]
-            except Exception as error:  # another version has other arguments
-                table.failures.append(f"{work.name}: DeepGEMM: {describe_error(error)}")
-        seconds = interleave_flushed(sides, effort)
-        add_row(table, work, worst, seconds)
-        del work, sides
+        labels = {"work": work.name, "heads": work.q.shape[1]}
+        rows.measure_row(bench, table, columns, (labels, partial(make_row, work, module)))
+        del work
         torch.cuda.empty_cache()
     return table
 
 
-def add_row(table: Table, work: Work, worst: float, seconds: dict[str, float]) -> None:
-    ours, theirs, heads = seconds["ours"], seconds.get("DeepGEMM"), work.q.shape[1]
-    flop, floor = 2 * DIM * heads * work.count(), work.floor()
-    row = [
-        work.name,
-        str(heads),
-        f"{worst:.3g}",
-        f"{1e6 * ours:.1f}",
-        f"{flop / ours / 1e12:.0f}",
-        f"{1e6 * floor:.1f}",
-        "-" if theirs is None else f"{1e6 * theirs:.1f}",
-        "-" if theirs is None else f"{theirs / ours:.2f}×",
-    ]
-    record = {
-        "work": work.name,
-        "heads": heads,
-        "error_over_bound": worst,
-        "us": 1e6 * ours,
-        "floor_us": 1e6 * floor,
-        "deep_gemm_us": None if theirs is None else 1e6 * theirs,
-    }
-    table.add(row, record)
+def make_row(work: Work, module: Any) -> rows.Work:
+    heads, peer = work.q.shape[1], work.peer
+    has_peer = module is not None and peer is not None and heads in (32, 64)
+    return rows.Work(
+        work.call,
+        work.judge,
+        flop=2 * DIM * heads * work.count(),
+        floor=work.floor(),
+        peers={"DeepGEMM": partial(peer, module)} if has_peer and peer else {},
+    )

@@ -11,16 +11,10 @@ from itertools import accumulate
 from typing import Any
 
 import sparse_mla
-from bench.common.timing import Table
+from bench.common.rows import Bench
+from bench.common.timing import Table, describe_error
 from bench.cuda.dense_prefill import NOPE, ROPE, SCALE, VALUES, find_peer
-from bench.cuda.timing import (
-    DEVICE,
-    Array,
-    CudaEffort,
-    describe_error,
-    interleave_flushed,
-    torch,
-)
+from bench.cuda.timing import DEVICE, Array, torch
 
 LATENT, PAGE = 512, 64
 WORKSPACE_ROWS = 65536  # rows of context that are gathered at a time
@@ -199,19 +193,19 @@ def spend_by_kernel(call: Callable[[], object]) -> dict[str, float]:
 MOVES = ("merge_kernel", "gather_kernel")
 
 
-def measure_prefill_layer(effort: CudaEffort) -> Table:
+def measure(bench: Bench) -> Table:
     columns = ["new × cached", "H", "forward µs", "operators µs", "portable µs", "FA3 µs"]
     columns += ["FA3 ÷ forward", "merges, gathers"]
     table = Table("A DeepSeek-V3 layer's prefill, up-projection included", columns, [], [])
-    for shape in SHAPES[:QUICK] if effort.quick else SHAPES:
+    for shape in bench.choose(SHAPES, SHAPES[:QUICK]):
         try:
-            add_row(table, effort, shape)
+            add_row(bench, table, shape)
         except torch.cuda.OutOfMemoryError as reason:
             table.failures.append(f"{shape.name}: {describe_error(reason)}")
     return table
 
 
-def add_row(table: Table, effort: CudaEffort, shape: Shape) -> None:
+def add_row(bench: Bench, table: Table, shape: Shape) -> None:
     layer = Layer(shape)
     sides = sides_of(layer)
     want = sides["forward"]().float()
@@ -219,7 +213,7 @@ def add_row(table: Table, effort: CudaEffort, shape: Shape) -> None:
         worst = float((call().float() - want).abs().max() / want.abs().max())
         if not worst <= MOST_ERROR:
             table.failures.append(f"{shape.name}: {name} differs by {worst:.2g} of the largest")
-    seconds = interleave_flushed({name: [call] for name, call in sides.items()}, effort)
+    seconds = bench.time(sides)
     spent = spend_by_kernel(layer.forward)
     moved = sum(us for name, us in spent.items() if any(word in name for word in MOVES))
     share = moved / max(sum(spent.values()), 1e-9)

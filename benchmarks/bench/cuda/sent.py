@@ -8,28 +8,38 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from bench.common.peer import Peer
-from bench.common.timing import Table
+from bench.common.rows import Bench, make_table
+from bench.common.timing import Table, describe_error
 from bench.cuda.inputs import ROW_BYTES, Inputs, make_requests
 from bench.cuda.kinds import KINDS, SPARE_SHARE, num_lists
 from bench.cuda.sides import (
-    Side,
+    OUR_ERROR,
+    PEER_ERROR,
+    Pair,
+    add_row,
     finite,
     make_ours,
     make_peer,
     measure_sides,
+    ratio,
     show_labels,
-    show_ratio,
-    show_us,
-    tell_failures,
+    spent,
 )
-from bench.cuda.timing import CudaEffort, describe_error
 
 TOPK = 2048
 MIN_SPARE = 4096  # slots, because the share of changed rows varies with few entries
-COLUMNS = ["cache", "H", "requests", "input", "µs", "× flat", "error/bound"]
-PEER_COLUMNS = ["FlashMLA µs", "÷ ours", "error/bound"]
+COLUMNS = (
+    spent("µs", "us", lambda x: x.ours.flushed_seconds),
+    ratio("× flat", "over_flat", lambda x: x.ours.flushed_seconds / x.beside.flushed_seconds),
+    OUR_ERROR,
+)
+PEER_COLUMNS = (
+    spent("FlashMLA µs", "peer_us", lambda x: x.peer.flushed_seconds),
+    ratio("÷ ours", "peer_over_ours", lambda x: x.peer.flushed_seconds / x.ours.flushed_seconds),
+    PEER_ERROR,
+)
 
 
 @dataclass
@@ -82,9 +92,11 @@ def read_batches(text: str) -> Iterator[tuple[int, int]]:
         yield int(found[1]), int(found[2])
 
 
-def measure_inputs(effort: CudaEffort, peer: Peer | None, rows: Rows) -> Table:
-    columns = COLUMNS + (PEER_COLUMNS if peer else [])
-    table = Table(f"Inputs as engines send them, K = {TOPK}, L2 flushed", columns, [], [])
+def measure(bench: Bench) -> Table:
+    rows: Rows = bench.rows
+    columns = [*COLUMNS, *(PEER_COLUMNS if bench.peer else ())]
+    title = f"Inputs as engines send them, K = {TOPK}, L2 flushed"
+    table = make_table(title, ["cache", "H", "requests", "input"], columns)
     num_reqs = max(count for count, _ in rows.batches)
     num_spare = max(MIN_SPARE, math.ceil(SPARE_SHARE * rows.max_tokens * TOPK))
     for kv_format in rows.kv_formats:
@@ -95,14 +107,11 @@ def measure_inputs(effort: CudaEffort, peer: Peer | None, rows: Rows) -> Table:
             continue
         for num_heads in rows.head_counts:
             for batch in rows.batches:
-                labels = {
-                    "kv_format": kv_format,
-                    "H": num_heads,
-                    "requests": f"{batch[0]} × {batch[1]}",
-                }
+                labels = {"kv_format": kv_format, "H": num_heads}
+                labels["requests"] = f"{batch[0]} × {batch[1]}"
                 try:
                     flat = requests.draw(*batch, num_heads, TOPK)
-                    add_shape(table, labels, flat, rows.kinds, peer, effort)
+                    add_shape(bench, table, labels, flat)
                 except Exception as error:  # no memory, or a device that an earlier row has lost
                     table.failures.append(f"{show_labels(labels)}: {describe_error(error)}")
         del requests  # frees its memory before the next one is made
@@ -110,66 +119,21 @@ def measure_inputs(effort: CudaEffort, peer: Peer | None, rows: Rows) -> Table:
     return table
 
 
-def add_shape(
-    table: Table,
-    labels: dict[str, object],
-    flat: Inputs,
-    kinds: tuple[str, ...],
-    peer: Peer | None,
-    effort: CudaEffort,
-) -> None:
-    for name in kinds:
-        if KINDS[name].needs_lists and num_lists(flat) == 1:
-            continue
-        record = labels | {"input": name, "usual": KINDS[name].is_usual}
-        try:
-            sides = make_sides(flat, KINDS[name].make(flat), peer)
-            measure_sides(sides, effort, rotating=False)
-            add_row(table, record, sides)
-        except Exception as error:  # no memory, or a device that an earlier row has lost
-            shown = show_labels(labels | {"input": name})
-            table.failures.append(f"{shown}: {describe_error(error)}")
-
-
-def make_sides(flat: Inputs, inputs: Inputs, peer: Peer | None) -> dict[str, Side]:
+def add_shape(bench: Bench, table: Table, shape: dict[str, Any], flat: Inputs) -> None:
     """The flat input is measured again with every kind, so that both times of a ratio have the same
     clocks."""
-    sides = {"ours": make_ours([inputs]), "flat": make_ours([flat])}
-    if peer is not None:
-        sides["peer"] = make_peer(peer, [inputs])
-    return sides
-
-
-def add_row(table: Table, record: dict[str, object], sides: dict[str, Side]) -> None:
-    ours, peer = sides["ours"], sides.get("peer")
-    over_flat = ours.flushed_seconds / sides["flat"].flushed_seconds
-    labels = {key: value for key, value in record.items() if key != "usual"}
-    row = [
-        *map(str, labels.values()),
-        show_us(ours.flushed_seconds) or "FAIL",
-        show_ratio(over_flat),
-        f"{'FAIL ' if ours.failure else ''}{ours.error:.3g}",
-    ]
-    record |= {
-        "us": finite(1e6 * ours.flushed_seconds),
-        "flat_us": finite(1e6 * sides["flat"].flushed_seconds),
-        "over_flat": finite(over_flat),
-        "error_over_bound": finite(ours.error),
-    }
-    if peer is not None:
-        row += peer_cells(ours, peer, record)
-    tell_failures(table, labels, record, ours, peer)
-    table.add(row, record)
-
-
-def peer_cells(ours: Side, peer: Side, record: dict[str, object]) -> list[str]:
-    if math.isnan(peer.flushed_seconds):
-        record["peer_failure"] = peer.failure
-        return ["failed", "", ""]
-    ratio = peer.flushed_seconds / ours.flushed_seconds
-    record |= {
-        "peer_us": 1e6 * peer.flushed_seconds,
-        "peer_over_ours": finite(ratio),
-        "peer_error_over_bound": finite(peer.error),
-    }
-    return [show_us(peer.flushed_seconds), show_ratio(ratio), f"{peer.error:.3g}"]
+    for name in bench.rows.kinds:
+        kind, labels = KINDS[name], shape | {"input": name}
+        if kind.needs_lists and num_lists(flat) == 1:
+            continue
+        try:
+            inputs = kind.make(flat)
+            sides = {"ours": make_ours([inputs]), "flat": make_ours([flat])}
+            if bench.peer is not None:
+                sides["peer"] = make_peer(bench.peer, [inputs])
+            measure_sides(sides, bench.effort, rotating=False)
+            pair = Pair(sides["ours"], sides.get("peer"), sides["flat"])
+            more = {"usual": kind.is_usual, "flat_us": finite(1e6 * pair.beside.flushed_seconds)}
+            add_row(table, labels, pair, COLUMNS, PEER_COLUMNS, more)
+        except Exception as error:  # no memory, or a device that an earlier row has lost
+            table.failures.append(f"{show_labels(labels)}: {describe_error(error)}")

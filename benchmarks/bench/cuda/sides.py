@@ -6,23 +6,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sparse_mla
 from bench.common.peer import Peer, read_attend, read_decode
-from bench.common.timing import Table
-from bench.cuda.inputs import FP8_ROW_BYTES, Inputs
+from bench.common.rows import Column, times, us
+from bench.common.timing import Table, describe_error
+from bench.cuda.inputs import FP8_ROW_BYTES, ROW_BYTES, Inputs
 from bench.cuda.judge import judge
 from bench.cuda.timing import (
     DEVICE,
     Array,
     CudaEffort,
-    describe_error,
+    floor_seconds,
     interleave,
     interleave_flushed,
     synchronize,
     torch,
 )
+from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
 
 
 @dataclass
@@ -121,7 +124,8 @@ def time_sides(sides: Mapping[str, Side], effort: CudaEffort, rotating: bool) ->
     if rotating:
         for name, seconds in interleave(calls, effort).items():
             sides[name].seconds = seconds
-    for name, seconds in interleave_flushed(calls, effort).items():
+    first = {name: side.calls[0] for name, side in sides.items()}
+    for name, seconds in interleave_flushed(first, effort).items():
         sides[name].flushed_seconds = seconds
 
 
@@ -130,27 +134,116 @@ def same_bits(a: Array, b: Array) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def show_us(seconds: float) -> str:
-    return "" if math.isnan(seconds) else f"{1e6 * seconds:.1f}"
+# --- rows ----------------------------------------------------------------------------------------
 
 
-def show_ratio(ratio: float) -> str:
-    return "" if math.isnan(ratio) else f"{ratio:.2f}×"
+@dataclass
+class Work:
+    """What a call must do: its FLOP, and its fewest bytes to and from memory."""
+
+    num_tokens: int
+    num_heads: int
+    topk: int
+    num_keys: int  # keys in the cache
+    kv_format: str
+
+    @property
+    def flop(self) -> float:
+        return 2 * self.num_tokens * self.num_heads * self.topk * (KEY_DIM + KV_LORA_RANK)
+
+    @property
+    def num_bytes(self) -> float:
+        rows = min(self.num_tokens * self.topk, self.num_keys)
+        return rows * ROW_BYTES[self.kv_format] + self.num_tokens * self.num_heads * 2 * (
+            KEY_DIM + KV_LORA_RANK
+        )
+
+    @property
+    def floor(self) -> float:
+        return floor_seconds(self.flop, self.num_bytes)
+
+
+@dataclass
+class Pair:
+    """What columns are made of."""
+
+    ours: Side
+    peer: Side | None
+    beside: Any  # a Work; the flat input's Side in the table of inputs
+
+
+def number(title: str, digits: str, key: str, value: Callable[[Any], float]) -> Column:
+    return Column(title, lambda x: format(value(x), digits), key, value)
+
+
+def spent(title: str, key: str, seconds: Callable[[Any], float]) -> Column:
+    return Column(title, lambda x: us(seconds(x)), key, lambda x: 1e6 * seconds(x))
+
+
+def ratio(title: str, key: str, value: Callable[[Any], float]) -> Column:
+    return Column(title, lambda x: times(value(x)), key, value)
+
+
+OUR_ERROR = Column(
+    "error/bound",
+    lambda x: f"{'FAIL ' if x.ours.failure else ''}{x.ours.error:.3g}",
+    "error_over_bound",
+    lambda x: x.ours.error,
+)
+OURS = (
+    spent("µs", "us", lambda x: x.ours.seconds),
+    number("TFLOP/s", ".0f", "tflops", lambda x: x.beside.flop / x.ours.seconds / 1e12),
+    spent("floor µs", "floor_us", lambda x: x.beside.floor),
+    number("× floor", ".2f", "over_floor", lambda x: x.ours.seconds / x.beside.floor),
+    OUR_ERROR,
+    spent("flushed µs", "flushed_us", lambda x: x.ours.flushed_seconds),
+)
+PEER_ERROR = number("error/bound", ".3g", "peer_error_over_bound", lambda x: x.peer.error)
+PEER = (
+    spent("FlashMLA µs", "peer_us", lambda x: x.peer.seconds),
+    ratio("÷ ours", "peer_over_ours", lambda x: x.peer.seconds / x.ours.seconds),
+    PEER_ERROR,
+    spent("flushed µs", "peer_flushed_us", lambda x: x.peer.flushed_seconds),
+    ratio(
+        "÷ ours",
+        "peer_over_ours_flushed",
+        lambda x: x.peer.flushed_seconds / x.ours.flushed_seconds,
+    ),
+)
+
+
+def add_row(
+    table: Table,
+    labels: dict[str, Any],
+    pair: Pair,
+    ours: Sequence[Column] = OURS,
+    peer: Sequence[Column] = PEER,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """A row in columns of both sides; the record has `more`. A side without a time has no cells.
+    Our failure is also a failure of the table; the peer's failure is only a note."""
+    record, row = {**labels, **more}, [*map(str, labels.values())]
+    for side, columns, failed in ((pair.ours, ours, "FAIL"), (pair.peer, peer, "failed")):
+        if side is None:
+            continue
+        if columns[0].cell(pair):
+            row += [x.cell(pair) for x in columns]
+            record |= {x.key: finite(x.value(pair)) for x in columns}
+        else:
+            row += [failed] + [""] * (len(columns) - 1)
+        if not side.failure:
+            continue
+        if side is pair.ours:
+            record["failure"] = side.failure
+            table.failures.append(f"{show_labels(labels)}: {side.failure}")
+        else:
+            record["peer_failure"] = side.failure
+            table.notes.append(f"FlashMLA, {show_labels(labels)}: {side.failure}")
+    table.add(row, record)
 
 
 def show_labels(labels: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in labels.items())
-
-
-def tell_failures(
-    table: Table, labels: Mapping[str, Any], record: dict[str, Any], ours: Side, peer: Side | None
-) -> None:
-    """Our failure is also a failure of the table; the peer's failure is only a note."""
-    if ours.failure:
-        record["failure"] = ours.failure
-        table.failures.append(f"{show_labels(labels)}: {ours.failure}")
-    if peer is not None and peer.failure:
-        table.notes.append(f"FlashMLA, {show_labels(labels)}: {peer.failure}")
 
 
 def finite(value: float) -> float | None:

@@ -106,11 +106,11 @@ def interleave(
 
 
 def interleave_flushed(
-    sides: Mapping[str, Sequence[Callable[[], object]]], effort: CudaEffort
+    sides: Mapping[str, Callable[[], object]], effort: CudaEffort
 ) -> dict[str, float]:
-    """Seconds of each side's first call, with none of its data in the L2 cache and other code in
-    the instruction caches. A kernel that ran last is up to 9 µs faster than after other kernels."""
-    return interleave({name: calls[:1] for name, calls in sides.items()}, effort, make_flush())
+    """Seconds of each side's call, with none of its data in the L2 cache and other code in the
+    instruction caches. A kernel that ran last is up to 9 µs faster than after other kernels."""
+    return interleave({name: [call] for name, call in sides.items()}, effort, make_flush())
 
 
 def sustain(call: Callable[[], object], effort: CudaEffort) -> float:
@@ -165,9 +165,3 @@ def floor_seconds(flop: float, num_bytes: float) -> float:
     """The time that no version can beat by much: the larger of the arithmetic's and the memory's
     time at this chip's best rates."""
     return max(flop / PEAK_FLOPS, num_bytes / PEAK_BYTES)
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception in one line that fits a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:160].replace("|", "/")

@@ -1,35 +1,39 @@
-"""grouped_output_projection of DeepSeek V4-Flash beside PyTorch's batched product of bf16: errors,
-then rates and their ratio."""
+"""grouped_output_projection of DeepSeek V4-Flash beside PyTorch's batched product of bf16, which is
+cuBLAS's on CUDA: errors, then rates and their ratio."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import sparse_mla
-from bench.common.timing import Effort, Table, interleave
-from sparse_mla._judge import BF16, SCALE_TILE
+from bench.common import rows
+from bench.common.composition import prepare, torch
+from bench.common.rows import Bench, Call, Column, Work
+from bench.common.timing import Table
+from bench.cuda.timing import PEAK_BYTES, PEAK_FLOPS
+from sparse_mla._judge import BF16, E4M3, SCALE_TILE
 
 GROUPS, INNER, OUTER = 8, 4096, 1024
-TOKENS, QUICK_TOKENS = (1, 16, 256), (1, 16)
+CPU_TOKENS, CPU_QUICK = (1, 16, 256), (1, 16)
+CUDA_TOKENS, CUDA_QUICK = (1, 16, 64, 128, 512, 2048, 8192), (1, 64, 2048)
+MOST_EXACT_TOKENS = 64  # csrc/cuda/projection/projection_e4m3.cuh
 KINDS = "e4m3", "bfloat16"
 NUM_JUDGED_TOKENS = 3
 FINE, COARSE = 2.0**-16, 2.0**-8  # shares of the sum of magnitudes; COARSE: FP8 tensor cores
 NUM_CODES = 0x78  # positive codes up to 256
-
-Put = Callable[[np.ndarray], Any]
 
 
 class Inputs:
     """Values, their scales or None, and the call of ours over them, on the device that `put`
     chooses. bf16 values are those of the codes."""
 
-    def __init__(self, kind: str, num_tokens: int, put: Put) -> None:
+    def __init__(self, kind: str, num_tokens: int, put: Callable[[np.ndarray], Any]) -> None:
         rng = np.random.default_rng(0)
-        codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(BF16)
+        codes = np.arange(256, dtype=np.uint8).view(E4M3).astype(BF16)
         o, weight = (
             rng.integers(NUM_CODES, size=shape, dtype=np.uint8)
             | rng.integers(2, size=shape, dtype=np.uint8) << 7
@@ -82,7 +86,7 @@ class Inputs:
         return len(self.wide[0]) * GROUPS * per_group
 
 
-def make_peer(torch: Any, o: Any, weight: Any) -> Callable[[], object]:
+def make_peer(o: Any, weight: Any) -> Callable[[], object]:
     """[T, G, R] x [G, N, R] -> [G, T, N] by one batched product, with `out` as cuBLAS likes it."""
     out = torch.empty(GROUPS, len(o), OUTER, dtype=o.dtype, device=o.device)
 
@@ -92,32 +96,53 @@ def make_peer(torch: Any, o: Any, weight: Any) -> Callable[[], object]:
     return multiply
 
 
-def measure(effort: Effort, num_threads: int) -> Table:
-    from bench.common.composition import from_numpy, prepare, torch
+def measure(bench: Bench) -> Table:
+    columns = [rows.ERROR]
+    dtype = torch.bfloat16 if bench.is_cuda else prepare(bench.threads)
+    title = f"Grouped output projection, {GROUPS} x ({INNER} → {OUTER})"
+    if bench.is_cuda:
+        title, tokens = f"{title}, cold", bench.choose(CUDA_TOKENS, CUDA_QUICK)
+        moved = Column("TB/s", lambda x: f"{x.work.num_bytes / x.ours / 1e12:.2f}")
+        theirs, ratio = rows.peer("torch", "PyTorch bf16 µs")
+        rate = Column("TFLOP/s", lambda x: f"{x.work.flop / x.beside / 1e12:.0f}")
+        columns += [rows.US, rows.TFLOPS, moved, rows.FLOOR, theirs, rate, ratio]
+    else:
+        title, tokens = f"{title}, {bench.threads} threads", bench.choose(CPU_TOKENS, CPU_QUICK)
+        columns.append(rate_of("GFLOP/s", "gflops", lambda x: x.ours))
+        if dtype is not None:
+            columns.append(rate_of("PyTorch: GFLOP/s", "torch_gflops", lambda x: x.beside))
+            columns.append(Column("ratio", lambda x: rows.times(x.beside / x.ours)))
+    works = [
+        ({"values": kind, "T": count}, partial(make, bench, kind, count, dtype))
+        for kind in KINDS
+        for count in tokens
+    ]
+    return rows.measure_rows(bench, title, ["values", "T"], columns, works)
 
-    dtype = prepare(num_threads)
-    has_torch = dtype is not None
-    title = f"Grouped output projection, {GROUPS} x ({INNER} → {OUTER}), {num_threads} threads"
-    columns = ["values", "T", "error/bound", "GFLOP/s"]
-    columns += ["PyTorch: GFLOP/s", "ratio"] if has_torch else []
-    table = Table(title, columns, [], [])
-    for kind in KINDS:
-        for num_tokens in QUICK_TOKENS if effort.quick else TOKENS:
-            inputs = Inputs(kind, num_tokens, lambda x: x)
-            inputs.call()
-            worst = inputs.judge(inputs.out, FINE)
-            if worst > 1:
-                table.failures.append(f"{kind} T {num_tokens}: {worst:.3g} × bound")
-            sides: dict[str, Callable[[], object]] = {"ours": inputs.call}
-            if has_torch:
-                sides["torch"] = make_peer(torch, *(from_numpy(x).to(dtype) for x in inputs.wide))
-            seconds = interleave(sides, effort)
-            rates = {side: inputs.flop() / spent / 1e9 for side, spent in seconds.items()}
-            row = [kind, str(num_tokens), f"{worst:.3g}", f"{rates['ours']:.0f}"]
-            record: dict[str, object] = {"values": kind, "T": num_tokens}
-            record |= {"error_over_bound": worst, "gflops": rates["ours"]}
-            if has_torch:
-                row += [f"{rates['torch']:.0f}", f"{rates['ours'] / rates['torch']:.2f}×"]
-                record["torch_gflops"] = rates["torch"]
-            table.add(row, record)
-    return table
+
+def rate_of(title: str, key: str, seconds: Callable[[rows.Measured], float]) -> Column:
+    def rate(x: rows.Measured) -> float:
+        return rows.gflops(x, seconds(x))
+
+    return Column(title, lambda x: f"{rate(x):.0f}", key, rate)
+
+
+def make(bench: Bench, kind: str, num_tokens: int, dtype: Any) -> Work:
+    a = bench.arrays
+    inputs = Inputs(kind, num_tokens, a.put)
+    is_coarse = bench.is_cuda and kind == "e4m3" and num_tokens > MOST_EXACT_TOKENS
+    is_coarse = is_coarse and torch.cuda.get_device_capability(a.device) == (9, 0)
+    unit = COARSE if is_coarse else FINE
+
+    def make_their_call() -> Call:
+        return make_peer(*(a.tensor(a.put(x)).to(dtype) for x in inputs.wide))
+
+    peak = PEAK_FLOPS * (2 if kind == "e4m3" else 1)
+    return Work(
+        inputs.call,
+        lambda _: inputs.judge(a.get(inputs.out), unit),
+        flop=inputs.flop(),
+        num_bytes=inputs.num_bytes(),
+        floor=max(inputs.flop() / peak, inputs.num_bytes() / PEAK_BYTES),
+        peers={} if dtype is None else {"torch": make_their_call},
+    )

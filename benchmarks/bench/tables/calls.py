@@ -1,4 +1,5 @@
-"""Host time of calls on device arrays. The work is tiny, so it does not pile up on the device."""
+"""Host time of a call with tiny work, so that the way into the library and back is measured, and
+on CUDA nothing piles up on the device. There, engine calls are measured, too."""
 
 from __future__ import annotations
 
@@ -16,16 +17,9 @@ import numpy as np
 import sparse_mla
 from bench.common.composition import from_numpy
 from bench.common.noise import spread_of, stay, visiting_cores
-from bench.common.timing import Table
-from bench.cpu.calls import Convert, make_attention, make_write
-from bench.cuda.timing import (
-    DEVICE,
-    Array,
-    CudaEffort,
-    describe_error,
-    synchronize,
-    torch,
-)
+from bench.common.rows import Bench
+from bench.common.timing import Table, describe_error
+from bench.cuda.timing import DEVICE, Array, CudaEffort, synchronize, torch
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 from sparse_mla._types import RopeFormat
@@ -42,9 +36,25 @@ LAYER_FORMATS: tuple[RopeFormat, ...] = ("fp8_ds_mla", "bfloat16")
 PYTORCH = "PyTorch"
 LAUNCH = "torch.cuda._sleep(0)"  # measured in turn with each row, because hosts change speed
 Call = Callable[[], object]
+# Converts a NumPy array, an input or an output, into a framework's own.
+Convert = Callable[[np.ndarray], Any]
 
 
-def measure_calls(effort: CudaEffort) -> Table:
+def measure(bench: Bench) -> Table:
+    return measure_on_device(bench.effort) if bench.is_cuda else measure_on_host(bench)
+
+
+def measure_on_host(bench: Bench) -> Table:
+    frameworks = find_host_frameworks()
+    table = Table("Host time per call with out=", ["operator", *frameworks], [], [])
+    for name, make in (("concat_and_cache_mla", make_write), ("sparse_attention", make_attention)):
+        seconds = bench.time({key: make(*converters) for key, converters in frameworks.items()})
+        cells = [f"{1e6 * seconds[key]:.2f} µs" for key in frameworks]
+        table.add([name, *cells], {"operator": name, "seconds": seconds})
+    return table
+
+
+def measure_on_device(effort: CudaEffort) -> Table:
     table = Table("Host time per call of one token, with out=", ["call"], [], [])
     frameworks = find_frameworks(table)
     table.columns += [*frameworks, LAUNCH]
@@ -104,6 +114,20 @@ def seconds_per_call(call: Call, count: int) -> float:
 # --- frameworks ----------------------------------------------------------------------------------
 
 
+def find_host_frameworks() -> dict[str, tuple[Convert, Convert]]:
+    """Converters of inputs and outputs by framework. JAX arrays cannot be written, so outputs are
+    NumPy's there."""
+    frameworks: dict[str, tuple[Convert, Convert]] = {"NumPy": (np.asarray, np.asarray)}
+    if find_spec("torch") is not None:
+        frameworks["PyTorch"] = (from_numpy, from_numpy)
+    if find_spec("jax") is not None:
+        jax: Any = import_module("jax")
+
+        cpu = jax.devices("cpu")[0]
+        frameworks["JAX, out NumPy"] = (lambda array: jax.device_put(array, cpu), np.asarray)
+    return frameworks
+
+
 def find_frameworks(table: Table) -> dict[str, tuple[Convert, Convert]]:
     """Converters of inputs and of outputs, from NumPy arrays to device arrays of each framework."""
     frameworks: dict[str, tuple[Convert, Convert]] = {PYTORCH: (to_torch, to_torch)}
@@ -140,6 +164,35 @@ def find_jax() -> tuple[Convert, Convert]:
 
 
 # --- operators -----------------------------------------------------------------------------------
+
+
+def make_write(given: Convert, written: Convert) -> Callable[[], object]:
+    """Four arrays; the only slot is -1, so nothing is written."""
+    kv_c = given(np.zeros((1, KV_LORA_RANK), BF16))
+    k_pe = given(np.zeros((1, 64), BF16))
+    kv_cache = written(np.zeros((1, 64, FP8_ROW_BYTES), np.uint8))
+    slot_mapping = given(np.full(1, -1, np.int32))
+    return lambda: sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
+
+
+def make_attention(
+    given: Convert, written: Convert, device: str = "cpu", num_heads: int = 1
+) -> Callable[[], object]:
+    """Six arrays; one token, one key."""
+    q = given(np.zeros((1, num_heads, KEY_DIM), BF16))
+    kv = given(np.zeros((1, 64, FP8_ROW_BYTES), np.uint8))
+    indices = given(np.zeros((1, 1), np.int32))
+    size = sparse_mla.attention_workspace_size(1, num_heads, 1, device=device)
+    out = written(np.zeros((1, num_heads, KV_LORA_RANK), BF16))
+    lse = written(np.zeros((1, num_heads), np.float32))
+    workspace = written(np.zeros(size, np.uint8))
+
+    def attend() -> object:
+        return sparse_mla.sparse_attention(
+            q, kv, indices, softmax_scale=1.0, out=out, lse=lse, workspace=workspace
+        )
+
+    return attend
 
 
 def make_conversion(given: Convert, written: Convert) -> Call:

@@ -1,5 +1,6 @@
 """Builds of a paged step in every mode, and chains of array operators that make the same metadata,
-as an engine would write them, in NumPy or PyTorch. No chain waits for a device."""
+as an engine would write them, in NumPy or PyTorch. No chain waits for a device. On CUDA there are
+two times: that of the host, which waits for nothing, and that of the device."""
 
 from __future__ import annotations
 
@@ -10,11 +11,23 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import timing
+from bench.common.composition import torch
+from bench.common.noise import spread_of
+from bench.common.rows import Bench
+from bench.common.timing import describe_error
+from bench.cuda.timing import synchronize
+from bench.tables.calls import BUILDS, host_seconds
 from sparse_mla import paged
 
 Array = Any
 PAGE_SIZE, DRAFTS, STEPS, BRANCHES, CHUNK, ENCODER = 64, 8, 5, 4, 256, 100
 TREE = {"topk": BRANCHES}
+DECODES = ((256, 512), (256, 32_768))  # requests, tokens of each
+OTHERS = (64, 4096)  # requests and tokens in other modes
+CPU_QUICK = (4, 512)
+QUEUED = 8  # calls that the host starts while the device is busy with something else
+BUSY_CYCLES = 4_000_000  # longer than the host needs for them
 
 
 @dataclass
@@ -288,3 +301,89 @@ def find_differences(built: Any, found: Any, to_numpy: Callable[[Array], np.ndar
         if not right:
             wrong.append(name)
     return wrong
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def measure(bench: Bench) -> timing.Table:
+    quick = bench.effort.quick
+    table = timing.Table("Metadata of a paged step", ["step", "B × tokens", "page"], [], [])
+    xp, decodes, steps = torch, DECODES[:1] if quick else DECODES, OTHERS
+    if bench.is_cuda:
+        sides = ("ours", "build"), ("replay", "replay"), ("chain", "PyTorch")
+        table.columns += [f"{name}: {x} µs" for _, name in sides for x in ("host", "device")]
+    else:
+        table.title += f", {bench.threads} threads"
+        table.columns += ["build, µs", "replay, µs", "NumPy, µs", "ratio"]
+        xp = np
+        decodes, steps = ((CPU_QUICK,), CPU_QUICK) if quick else (DECODES, OTHERS)
+    add = add_device_row if bench.is_cuda else add_row
+    for shape in decodes:
+        add(bench, table, DECODE, Batch(*shape, xp, bench.device))
+    batch = Batch(*steps, xp, bench.device)
+    for kind in KINDS[1:]:
+        try:
+            add(bench, table, kind, batch)
+        except Exception as error:  # the other modes go on
+            table.failures.append(f"{kind.name}: {describe_error(error)}")
+    return table
+
+
+def find_sides(
+    bench: Bench, table: timing.Table, kind: Kind, batch: Batch
+) -> tuple[list[str], dict[str, Any], dict[str, Callable[[], Any]]]:
+    """The first cells of a row, the same in its record, and the calls, which have been judged."""
+    build, replay = make_build(kind, batch), make_replay(kind, batch)
+    shape = f"{batch.num_reqs} × {batch.length}"
+    sides = {"ours": build, "chain": lambda: kind.chain(batch)}
+    sides |= {"replay": replay} if replay is not None else {}
+    wrong = [
+        name
+        for call in filter(None, (build, replay))
+        for name in find_differences(call(), kind.chain(batch), bench.arrays.get)
+    ]
+    table.failures += [f"{kind.name}, {shape}: wrong {name}" for name in wrong]
+    record = {"step": kind.name, "B × tokens": shape, "right": not wrong}
+    return [kind.name, shape, str(PAGE_SIZE)], record, sides
+
+
+def add_row(bench: Bench, table: timing.Table, kind: Kind, batch: Batch) -> None:
+    row, record, sides = find_sides(bench, table, kind, batch)
+    us = {name: 1e6 * x for name, x in bench.time(sides).items()}
+    row += [f"{us[side]:.1f}" if side in us else "–" for side in ("ours", "replay", "chain")]
+    record |= {"us": us["ours"], "replay_us": us.get("replay"), "chain_us": us["chain"]}
+    table.add([*row, f"{us['chain'] / us['ours']:.2f}×"], record)
+
+
+def add_device_row(bench: Bench, table: timing.Table, kind: Kind, batch: Batch) -> None:
+    row, record, sides = find_sides(bench, table, kind, batch)
+    on_host = host_seconds(sides, BUILDS, bench.effort)
+    on_device = device_seconds(sides, bench.effort)
+    right = record.pop("right")
+    for side, name in (("ours", "ours"), ("replay", "replay"), ("chain", "PyTorch")):
+        if side not in sides:
+            row += ["–", "–"]
+            continue
+        times = 1e6 * on_host[side], 1e6 * on_device[side]
+        row += [f"{us:.1f}" for us in times]
+        record |= {f"{name}_host_us": times[0], f"{name}_device_us": times[1]}
+    table.add(row, record | {"right": right})
+
+
+def device_seconds(sides: dict[str, Callable[[], object]], effort: Any) -> dict[str, float]:
+    """Seconds per call on the device, which has all calls in its queue before the first begins. The
+    sides are measured in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(effort.rounds):
+        for name, side in sides.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(BUSY_CYCLES)
+            start.record()
+            for _ in range(QUEUED):
+                side()
+            end.record()
+            synchronize()
+            samples[name].append(start.elapsed_time(end) / 1e3 / QUEUED)
+    effort.spreads += map(spread_of, samples.values())
+    return {name: effort.pick(times) for name, times in samples.items()}
