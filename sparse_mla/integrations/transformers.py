@@ -160,9 +160,9 @@ class ModelRunner:
         pages and errors. With "auto", V3.2's index keys are whole on every rank; those of this
         library's indexer are split, too. One rank is as None. docs/parallel.md has an example.
     exchange : callable, optional
-        With several ranks: takes a contiguous array of this rank and returns the arrays that all
-        ranks have in its place, in the order of ranks, as an all_gather does. All ranks call it
-        equally often. An error that it raises ends the step.
+        With several ranks: takes a contiguous array of this rank, [T, ...] bf16, fp32 or int32, and
+        returns the arrays that all ranks have in its place, in the order of ranks, as an all_gather
+        does. All ranks call it equally often. An error that it raises ends the step.
 
     Attributes
     ----------
