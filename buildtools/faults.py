@@ -176,14 +176,15 @@ def weaker_rules(tokens, text):
             yield token.start, token.end, f"({token.text} | {WIDER[token.text]})"
         elif token.text == "SMLA_RULE_OUTPUT" and not is_asked:
             yield token.start, token.end, "0"
-        elif token.text in SIZES and tokens[i + 1].text == "(":
-            for number, (start, end) in enumerate(items(tokens, i + 1)):
-                if number in SIZES[token.text] and text[start:end] != "SMLA_ANY":
-                    yield start, end, "SMLA_ANY"
+        sizes = []
+        if token.text in SIZES and tokens[i + 1].text == "(":
+            arguments = [*items(tokens, i + 1)]
+            sizes = [arguments[k] for k in SIZES[token.text] if k < len(arguments)]
         elif [x.text for x in tokens[i : i + 4]] == [".", "shape", "=", "{"]:
-            for start, end in items(tokens, i + 3):
-                if text[start:end] != "SMLA_ANY":
-                    yield start, end, "SMLA_ANY"
+            sizes = items(tokens, i + 3)
+        for start, end in sizes:
+            if text[start:end] != "SMLA_ANY":
+                yield start, end, "SMLA_ANY"
 
 
 def items(tokens, i):

@@ -36,10 +36,13 @@ SECOND_NAMES = {"concat_and_cache_mla": ("kv_cache_dtype", "kv_format")}
 
 def make_stubs() -> dict[Path, str]:
     """The stubs by their paths."""
+    modules = {path: ast.parse(path.read_text()) for path in sorted(ROOM.glob("*.py"))}
     return {
-        path.with_suffix(".pyi"): make_stub(path)
-        for path in sorted(ROOM.glob("*.py"))
-        if names_of(ast.parse(path.read_text())) & (CHOICES.keys() | SECOND_NAMES.keys())
+        path.with_suffix(
+            ".pyi"
+        ): f"# buildtools/stubs.py made this of {path.name}.\n{make_stub(x)}\n"
+        for path, x in modules.items()
+        if names_of(x) & (CHOICES.keys() | SECOND_NAMES.keys())
     }
 
 
@@ -47,8 +50,7 @@ def names_of(module: ast.Module) -> set[str]:
     return {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
 
 
-def make_stub(path: Path) -> str:
-    module = ast.parse(path.read_text())
+def make_stub(module: ast.Module) -> str:
     body: list[ast.stmt] = [ast.parse("from typing import Literal, overload").body[0]]
     for node in module.body:
         if isinstance(node, ast.FunctionDef):
@@ -58,7 +60,7 @@ def make_stub(path: Path) -> str:
         elif not isinstance(node, ast.Expr) and getattr(node, "module", "") != "__future__":
             body.append(node)  # all but the docstring
     module.body = body
-    return f"# buildtools/stubs.py made this of {path.name}.\n{ast.unparse(module)}\n"
+    return ast.unparse(module)
 
 
 def overloads_of(node: ast.FunctionDef) -> list[ast.stmt]:
@@ -81,13 +83,10 @@ def narrow(node: ast.FunctionDef, choice: Choice, is_given: bool) -> ast.Functio
     """The declaration for calls with the deciding argument, or without."""
     node = copy.deepcopy(node)
     parameter, default = find(node, choice.decides)
-    if ast.unparse(parameter.annotation) == "bool":
-        parameter.annotation = expression(f"Literal[{is_given}]")
-        is_default = default is not None and default.value == is_given
-    else:
-        parameter.annotation = expression("Array" if is_given else "None")
-        is_default = default is not None and not is_given
-    if not is_default and default is not None:
+    is_flag = ast.unparse(parameter.annotation) == "bool"
+    values = f"Literal[{is_given}]" if is_flag else "Array" if is_given else "None"
+    parameter.annotation = expression(values)
+    if default is not None and bool(default.value) != is_given:
         node.args.kw_defaults[node.args.kwonlyargs.index(parameter)] = None
     if choice.needs and not is_given:
         find(node, choice.needs)[0].annotation = expression("None")

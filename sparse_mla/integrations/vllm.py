@@ -201,18 +201,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         lens = given.seq_lens_cpu_upper_bound
         if lens is not None:  # it counts draft tokens that no request can still take
             lens = np.minimum(lens.numpy(), self.builder.config.max_model_len)
-        step = self.builder.build(
-            sparse_mla.CommonAttentionMetadata(
-                given.query_start_loc,
-                given.seq_lens,
-                given.slot_mapping,
-                given.block_table_tensor,
-                query_start_loc_cpu=given.query_start_loc_cpu,
-                seq_lens_cpu=lens,
-                num_reqs=given.num_reqs,
-                num_actual_tokens=given.num_actual_tokens,
-            )
-        )
+        step = self.builder.build(as_common(given, seq_lens_cpu=lens))
         return SparseMLAMetadata(
             step=step,
             num_actual_tokens=step.num_actual_tokens,
@@ -391,6 +380,20 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         logger.info_once("sparse_mla: SparseMLA attends, with a cache of %s", self.kv_cache_dtype)
         num_tokens = len(q[0]) if isinstance(q, tuple) else len(q)
         return self.layer.forward(q, kv_c_and_k_pe_cache, indices[:num_tokens], attn_metadata.step)
+
+
+def as_common(given: VllmCommonMetadata, **lens: Any) -> sparse_mla.CommonAttentionMetadata:
+    """vLLM's arrays of a step as those of `sparse_mla`'s builders."""
+    return sparse_mla.CommonAttentionMetadata(
+        given.query_start_loc,
+        given.seq_lens,
+        given.slot_mapping,
+        given.block_table_tensor,
+        query_start_loc_cpu=given.query_start_loc_cpu,
+        num_reqs=given.num_reqs,
+        num_actual_tokens=given.num_actual_tokens,
+        **lens,
+    )
 
 
 def find_rank(layer: Any, vllm_config: Any) -> tuple[int, int, int] | None:

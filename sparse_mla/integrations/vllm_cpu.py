@@ -117,11 +117,12 @@ def compute_slot_mapping(
         return plain(self, num_reqs, query_start_loc, positions)
     cp = self.dcp_rank, self.dcp_world_size, self.cp_kv_cache_interleave_size
     query_lens = query_start_loc[: num_reqs + 1].diff()
-    requests = torch.repeat_interleave(torch.arange(num_reqs), query_lens)
-    local = sparse_mla.cp_local_positions(positions[: len(requests)], cp=cp)
-    pages = self.block_table.gpu[requests, local.clamp(min=0) // self.block_size]
-    slots = torch.where(local < 0, -1, pages * self.block_size + local % self.block_size)
-    self.slot_mapping.gpu.fill_(-1)[: len(slots)] = slots
+    requests = torch.repeat_interleave(torch.arange(num_reqs), query_lens).int()
+    local = sparse_mla.cp_local_positions(positions[: len(requests), None].int(), cp=cp)
+    slots = sparse_mla.convert_req_index_to_global_index(
+        requests, self.block_table.gpu, local, block_size=self.block_size
+    )
+    self.slot_mapping.gpu.fill_(-1)[: len(slots)] = slots[:, 0]
 
 
 def init_combine(

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 from vllm.v1.attention.backend import CommonAttentionMetadata as VllmCommonMetadata
 
 import sparse_mla
-from sparse_mla.integrations.vllm import SparseMLABackend, find_rank, logger, refuse
+from sparse_mla.integrations.vllm import SparseMLABackend, as_common, find_rank, logger, refuse
 from sparse_mla.steps.dense import LATENT
 from sparse_mla.steps.v32 import HEAD_SIZE
 
@@ -159,17 +159,7 @@ class DenseMLAMetadataBuilder(AttentionMetadataBuilder[DenseMLAMetadata]):
         """
         given, step = common_attn_metadata, None
         if self.builder is not None:
-            step = self.builder.build(
-                sparse_mla.CommonAttentionMetadata(
-                    given.query_start_loc,
-                    given.seq_lens,
-                    given.slot_mapping,
-                    given.block_table_tensor,
-                    query_start_loc_cpu=given.query_start_loc_cpu,
-                    num_reqs=given.num_reqs,
-                    num_actual_tokens=given.num_actual_tokens,
-                )
-            )
+            step = self.builder.build(as_common(given))
         return DenseMLAMetadata(
             num_actual_tokens=given.num_actual_tokens,
             num_decodes=given.num_reqs if step is None else 0,

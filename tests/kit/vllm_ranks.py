@@ -146,7 +146,10 @@ def check_layer(name: str, got: np.ndarray, *, merges: int) -> None:
     world, _, weight = make_layer_world(name)
     want = world.reference()
     w_uv = ref.to_f32(weight).astype(np.float64).reshape(HEADS, 256, 512)[:, 128:]
-    apply = lambda x, w: np.einsum("thl,hvl->thv", x, w).reshape(len(got), -1)  # noqa: E731
+
+    def apply(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        return np.einsum("thl,hvl->thv", x, w).reshape(len(got), -1)
+
     bound = apply(want.out_tolerance(merges=merges, **device.BOUNDS), np.abs(w_uv))
     errors = np.abs(ref.to_f32(got) - apply(want.out, w_uv))
     assert (errors <= bound).all(), f"{name}: {(errors / bound).max()} of the bound"
