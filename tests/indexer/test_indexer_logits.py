@@ -459,6 +459,9 @@ def test_texts():
     assert text_of(flat) == (
         "`block_table` must be None for a pair of keys and scales, got another value"
     )
+    assert text_of(flat, block_table=None) == (
+        "`req_id_per_token` must be None for a pair of keys and scales, got another value"
+    )
     assert text_of(flat, **none, block_size=8) == (
         "`block_size` must be None for a pair of keys and scales, got another value"
     )
