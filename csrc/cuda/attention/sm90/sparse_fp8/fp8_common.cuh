@@ -79,6 +79,7 @@ template <typename Shape> struct fp8_memory {
     alignas(8) uint8_t needs_fallback[CONSUMER_WARPS]; /* a number of the item did not fit */
     uint32_t fallback_bits[MAX_ITEMS / 32];
     item_order order;
+    typename Shape::Limits limits;
 };
 
 /* Where the cache rows of a list lie. */
@@ -137,12 +138,19 @@ begin_item(const fp8_launch &launch, const work_item &next, fp8_memory<Shape> *s
         shared->current_item.token = next.token;
         shared->current_item.first_head = next.first_head;
         shared->current_item.num_heads = next.num_heads;
-        if constexpr (Shape::RANGED) { /* nothing is written for a token without a request */
+        if constexpr (Shape::RANGED && !Shape::TILED) {
+            /* nothing is written for a token without a request; all tokens of tiles have one */
             if (is_left_alone<true>(launch.base, next)) {
                 shared->current_item.num_heads = 0;
             }
         }
         shared->current_item.first_row = next.first_row;
+        if constexpr (Shape::TILED) { /* partial rows lie by token (find_row_item) */
+            if (next.first_row != NOT_PARTIAL) {
+                shared->current_item.first_row -=
+                    next.split * (launch.base.tile_tokens - 1) * (int32_t)launch.base.token_heads;
+            }
+        }
         if (launch.base.num_segments > 1) {
             shared->current_item.first_row =
                 find_first_row(launch.base, nth_item(true, 0, &shared->order, shared->item_idx),
