@@ -10,32 +10,12 @@ import cases
 import gpu
 import numpy as np
 import pytest
+import ragged
 from cases import AttentionInputs
-from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
-from library import sparse_mla as library
+from helpers import NO_NAN, assert_same_bits, guarded_attention
+from ragged import assert_right, attend, every_format, make
 
-attend = library.sparse_attention
-
-NUM_SLOTS = 4096
-WIDTH = 2048
-
-every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
-
-# Name -> the lengths of n lists of WIDTH columns.
-LENGTHS = {
-    "any": lambda rng, n: rng.integers(1, WIDTH + 1, n),
-    "one is long": lambda rng, n: np.where(np.arange(n) == n // 2, WIDTH, 200),
-    "few are long": lambda rng, n: np.where(np.arange(n) % 9 == 0, WIDTH, rng.integers(0, 300, n)),
-    "half are long": lambda rng, n: np.where(np.arange(n) % 2 == 0, WIDTH, 100),
-    "half are empty": lambda rng, n: np.where(np.arange(n) % 2 == 0, 1700, 0),
-}
-
-
-def make(fmt, lengths, num_tokens, num_heads, *, by_length=False, seed=0) -> AttentionInputs:
-    """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
-    rng = np.random.default_rng([num_tokens, num_heads, seed])
-    length = LENGTHS[lengths](rng, num_tokens).astype(np.int32)
-    return cases.make_ragged(rng, fmt, length, num_heads, WIDTH, NUM_SLOTS, by_length=by_length)
+LENGTHS = ("any", "one is long", "few are long", "half are long", "half are empty")
 
 
 def cut_rows(got: dict, whole: dict) -> np.ndarray:
@@ -47,17 +27,12 @@ def cut_rows(got: dict, whole: dict) -> np.ndarray:
 def check(case: AttentionInputs, *, max_logits=True, **more) -> np.ndarray:
     """Asserts that results are within the bounds and have the same bits in every run, and that
     tokens that are not cut have the bits of one split. -> the tokens that were cut."""
-    got = guarded_attention(attend, case, max_logits=max_logits, **more)
-    for _ in range(5):
-        for name, x in guarded_attention(attend, case, max_logits=max_logits, **more).items():
-            assert_same_bits(x, got[name], f"{name} of another run")
-    whole = guarded_attention(attend, case, max_logits=max_logits, num_splits=1, **more)
+    got, whole = ragged.run_often(case, times=5, max_logits=max_logits, **more)
     cut = cut_rows(got, whole)
     rest = np.setdiff1d(np.arange(case.shape[0]), cut)
     for name in ("out", "max_logits")[: 1 + max_logits]:
         assert_same_bits(got[name][rest], whole[name][rest], name)
-    some = np.union1d(cut[:: max(1, len(cut) // 12)], rest[:2])
-    assert_within_bounds(case.rows(some).reference(), {n: x[some] for n, x in got.items()})
+    assert_right(case, got, np.union1d(cut[:: max(1, len(cut) // 12)], rest[:2]))
     return cut
 
 
@@ -78,12 +53,11 @@ def test_equal_rows_are_not_cut(fmt):
     """Cuts would gain nothing where all lists are equally long: all tokens have the bits of one
     split."""
     case = make(fmt, "any", 128, 64)
-    for length in (WIDTH, 1024, 100, 0):
+    for length in (ragged.WIDTH, 1024, 100, 0):
         rng = np.random.default_rng(length)
-        case.indices = rng.integers(0, NUM_SLOTS, (128, WIDTH)).astype(np.int32)
+        case.indices = rng.integers(0, ragged.NUM_SLOTS, (128, ragged.WIDTH)).astype(np.int32)
         case.indices[:, length:] = -1
-        got = guarded_attention(attend, case)
-        whole = guarded_attention(attend, case, num_splits=1)
+        got, whole = ragged.run_often(case, times=0)
         for name, x in got.items():
             assert_same_bits(x, whole[name], name)
 
@@ -95,7 +69,7 @@ def test_holes(keys, fmt):
     item may stay whole."""
     case = make(fmt, "few are long", 128, 64)
     rng = np.random.default_rng(3)
-    case.indices[::4] = cases.make_indices_with_holes(rng, 32, WIDTH, NUM_SLOTS, keys)
+    case.indices[::4] = cases.make_indices_with_holes(rng, 32, ragged.WIDTH, ragged.NUM_SLOTS, keys)
     check(case)
 
 
@@ -121,21 +95,14 @@ def test_rows_whose_numbers_do_not_fit(value, fmt):
     """Parts with a key whose numbers do not fit Hopper's kernel for FP8 rows are done again by
     portable code. A NaN reaches the results of its own token alone."""
     case = make(fmt, "any", 128, 64)
-    is_key = cases.spoil_rows(case, fmt, value)
+    is_key = ragged.spoil_rows(case, fmt, value)
     touched = np.arange(0, 128, 5)
     case.indices[touched, 0] = 3
     far = touched[is_key[touched].sum(1) > 1500]
     case.indices[far, 1400] = 5
     got = guarded_attention(attend, case, poison=NO_NAN)
-    others = np.setdiff1d(np.arange(128), touched)
-    if np.isnan(value):
-        assert np.isnan(got["out"][touched].astype(np.float32)).all()
-        assert np.isnan(got["lse"][touched]).all()
-    else:
-        some = touched[:10]
-        assert_within_bounds(case.rows(some).reference(), {n: x[some] for n, x in got.items()})
-    some = others[:10]
-    assert_within_bounds(case.rows(some).reference(), {n: x[some] for n, x in got.items()})
+    ragged.assert_nan_stays(case, got, value, touched, touched[:10])
+    assert_right(case, got, np.setdiff1d(np.arange(128), touched)[:10])
 
 
 @every_format

@@ -8,18 +8,14 @@ how many splits there are, a split has a range of columns.
 import cases
 import numpy as np
 import pytest
+import ragged
 from cases import AttentionInputs
-from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
-from library import sparse_mla as library
+from helpers import NO_NAN, assert_same_bits, guarded_attention
+from ragged import assert_right, attend, every_format
 from test_one_key import assert_is_the_value
 
 import sparse_mla
 
-attend = library.sparse_attention
-
-NUM_SLOTS = 4096
-
-every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 # Tokens, heads: the plan gives them two splits or four. The lists' last chunks are not full.
 every_batch = pytest.mark.parametrize(("num_tokens", "num_heads"), [(24, 64), (48, 60), (16, 128)])
 WIDTH = 2000
@@ -31,11 +27,7 @@ def make(fmt, num_tokens, num_heads, *, by_length=False) -> AttentionInputs:
     """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
     rng = np.random.default_rng([num_tokens, num_heads])
     length = np.resize(LENGTHS, num_tokens).astype(np.int32)
-    return cases.make_ragged(rng, fmt, length, num_heads, WIDTH, NUM_SLOTS, by_length=by_length)
-
-
-def assert_right(case: AttentionInputs, got: dict, tokens) -> None:
-    assert_within_bounds(case.rows(tokens).reference(), {n: x[tokens] for n, x in got.items()})
+    return ragged.make_lists(rng, fmt, length, num_heads, WIDTH, by_length=by_length)
 
 
 @every_format
@@ -68,7 +60,7 @@ def test_given_splits_have_ranges(num_tokens, num_heads, fmt):
 def test_holes(keys, fmt):
     case = make(fmt, 24, 64)
     rng = np.random.default_rng(3)
-    case.indices[::3] = cases.make_indices_with_holes(rng, 8, WIDTH, NUM_SLOTS, keys)
+    case.indices[::3] = cases.make_indices_with_holes(rng, 8, WIDTH, ragged.NUM_SLOTS, keys)
     assert_right(case, guarded_attention(attend, case), np.arange(0, 24, 3))
 
 
@@ -91,18 +83,14 @@ def test_rows_whose_numbers_do_not_fit(value, fmt):
     """Splits with a key whose numbers do not fit Hopper's kernel for FP8 rows are done again by
     portable code, from the same columns. A NaN reaches the results of its own token alone."""
     case = make(fmt, 24, 64)
-    is_key = cases.spoil_rows(case, fmt, value)
+    is_key = ragged.spoil_rows(case, fmt, value)
     long = np.flatnonzero(is_key.sum(1) >= 1000)
     touched = long[::2]
     case.indices[touched[0], [5, 130]] = 3, 4
     case.indices[touched[1], 999] = 5
     case.indices[touched[2:], 300:800:150] = 6
     got = guarded_attention(attend, case, poison=NO_NAN)
-    if np.isnan(value):
-        assert np.isnan(got["out"][touched].astype(np.float32)).all()
-        assert np.isnan(got["lse"][touched]).all()
-    else:
-        assert_right(case, got, touched)
+    ragged.assert_nan_stays(case, got, value, touched, touched)
     assert_right(case, got, np.setdiff1d(np.arange(24), touched))
 
 
@@ -136,9 +124,8 @@ def test_the_rest_of_a_batch(fmt):
     assert runs[0][1] == 1 < runs[1][1]
     rng = np.random.default_rng(num_tokens)
     length = np.full(num_tokens + 4, 2048, np.int32)
-    case = cases.make_ragged(rng, fmt, length, 64, 2048, NUM_SLOTS, by_length=True)
-    got = guarded_attention(attend, case)
-    whole = guarded_attention(attend, case, num_splits=1)
+    case = ragged.make_lists(rng, fmt, length, 64, by_length=True)
+    got, whole = ragged.run_often(case, times=0)
     for result, x in got.items():
         assert_same_bits(x[: num_tokens - 1], whole[result][: num_tokens - 1], result)
     assert (got["out"][-5:] != whole["out"][-5:]).any()

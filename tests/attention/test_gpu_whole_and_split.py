@@ -9,40 +9,15 @@ import cases
 import gpu
 import numpy as np
 import pytest
-from cases import AttentionInputs
-from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
-from library import sparse_mla as library
+import ragged
+from helpers import NO_NAN, assert_same_bits, guarded_attention
+from ragged import assert_right, attend, every_format, make
 
-attend = library.sparse_attention
-
-NUM_SLOTS = 4096
-WIDTH = 2048
-
-every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+LENGTHS = ("full", "any", "short", "one key", "few are long")
 
 # Tokens, heads, and tokens in full waves: one to three of them.
 BATCHES = [(140, 64, 132), (75, 128, 66), (160, 16, 132), (150, 100, 132), (420, 33, 396)]
 every_batch = pytest.mark.parametrize(("num_tokens", "num_heads", "num_whole"), BATCHES)
-
-# Name -> the lengths of n lists of WIDTH columns.
-LENGTHS = {
-    "full": lambda rng, n: np.full(n, WIDTH),
-    "any": lambda rng, n: rng.integers(0, WIDTH + 1, n),
-    "short": lambda rng, n: rng.integers(0, 140, n),
-    "one key": lambda rng, n: np.ones(n),
-    "few are long": lambda rng, n: np.where(np.arange(n) % 9 == 0, WIDTH, rng.integers(0, 300, n)),
-}
-
-
-def make(fmt, lengths, num_tokens, num_heads, *, by_length=False, seed=0) -> AttentionInputs:
-    """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
-    rng = np.random.default_rng([num_tokens, num_heads, seed])
-    length = LENGTHS[lengths](rng, num_tokens).astype(np.int32)
-    return cases.make_ragged(rng, fmt, length, num_heads, WIDTH, NUM_SLOTS, by_length=by_length)
-
-
-def assert_right(case: AttentionInputs, got: dict, tokens) -> None:
-    assert_within_bounds(case.rows(tokens).reference(), {n: x[tokens] for n, x in got.items()})
 
 
 def some_tokens(num_tokens: int, num_whole: int) -> np.ndarray:
@@ -57,12 +32,7 @@ def test_whole_and_split_tokens(lengths, num_tokens, num_heads, num_whole, fmt):
     """Whole tokens have the bits of one split; those behind them have others where lists are
     full."""
     case = make(fmt, lengths, num_tokens, num_heads, by_length=num_tokens % 3 == 0)
-    max_logits = num_heads != 16
-    got = guarded_attention(attend, case, max_logits=max_logits)
-    for _ in range(3):
-        for name, x in guarded_attention(attend, case, max_logits=max_logits).items():
-            assert_same_bits(x, got[name], f"{name} of another run")
-    whole = guarded_attention(attend, case, max_logits=max_logits, num_splits=1)
+    got, whole = ragged.run_often(case, times=3, max_logits=num_heads != 16)
     for name, x in got.items():
         assert_same_bits(x[:num_whole], whole[name][:num_whole], name)
     if lengths == "full":
@@ -75,7 +45,7 @@ def test_whole_and_split_tokens(lengths, num_tokens, num_heads, num_whole, fmt):
 def test_holes(keys, fmt):
     case = make(fmt, "full", 140, 64)
     rng = np.random.default_rng(3)
-    case.indices[::4] = cases.make_indices_with_holes(rng, 35, WIDTH, NUM_SLOTS, keys)
+    case.indices[::4] = cases.make_indices_with_holes(rng, 35, ragged.WIDTH, ragged.NUM_SLOTS, keys)
     assert_right(case, guarded_attention(attend, case), np.r_[0:8, 128:140])
 
 
@@ -85,16 +55,12 @@ def test_rows_whose_numbers_do_not_fit(value, fmt):
     """Whole tokens and splits with a key whose numbers do not fit Hopper's kernel for FP8 rows are
     done again by portable code. A NaN reaches the results of its own token alone."""
     case = make(fmt, "full", 140, 64)
-    cases.spoil_rows(case, fmt, value)
+    ragged.spoil_rows(case, fmt, value)
     touched = np.arange(0, 140, 5)
     case.indices[touched[::2], 0] = 3
     case.indices[touched[1::2], 1400] = 3
     got = guarded_attention(attend, case, poison=NO_NAN)
-    if np.isnan(value):
-        assert np.isnan(got["out"][touched].astype(np.float32)).all()
-        assert np.isnan(got["lse"][touched]).all()
-    else:
-        assert_right(case, got, touched[::3])
+    ragged.assert_nan_stays(case, got, value, touched, touched[::3])
     assert_right(case, got, np.setdiff1d(np.arange(125, 140), touched))
 
 
@@ -123,6 +89,6 @@ def test_graphs(fmt):
 def test_short_run():
     """Whole tokens, splits, and one of each that the portable code computes."""
     case = make("fp8", "any", 140, 64)
-    cases.spoil_rows(case, "fp8", 1e30)
+    ragged.spoil_rows(case, "fp8", 1e30)
     case.indices[[1, 138], 0] = 3
     assert_right(case, guarded_attention(attend, case), np.r_[0:2, 137:140])

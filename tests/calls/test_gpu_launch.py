@@ -48,12 +48,7 @@ def assert_all_same(results, want) -> None:
 def list_starts(run) -> list[str]:
     """The calls of CUDA by which `run` starts kernels, in its second run."""
     run()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        run()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.name in (GRAPH, LAUNCH)]
+    return [event.name for event in gpu.profile(run) if event.name in (GRAPH, LAUNCH)]
 
 
 def find_starts(run) -> set:

@@ -38,13 +38,18 @@ def measure(run) -> tuple[int, int]:
 
 
 def run_many(run, count: int) -> None:
-    """Asserts that `count` runs leave no bytes of torch's tensors in use, and hardly any of the
-    device where no other worker uses it."""
+    """Asserts that `count` runs leave no bytes of torch's tensors in use and far fewer allocations
+    than runs, and hardly any bytes of the device where no other worker uses it."""
     for _ in range(5):
         run()
     device_before, before = measure(run)
-    for _ in range(count):
-        run()
+
+    def runs() -> None:
+        for _ in range(count):
+            run()
+        settle()
+
+    assert gpu.count_kept(runs) < count / 2
     device_after, after = measure(run)
     assert after == before
     if ALONE:
@@ -179,6 +184,8 @@ def test_builders_are_freed():
             sparse_mla.SparseMLA(config).forward(*arrays, metadata)
 
     run_many(run, 200)
+    kept = []  # and would be seen otherwise
+    assert gpu.count_kept(lambda: kept.append(sparse_mla.MetadataBuilder(config))) > 0
 
 
 def test_failing_builds_keep_nothing():

@@ -243,37 +243,6 @@ class AttentionCase:
         return {"extra_kv_cache": kv, "extra_indices": indices, "extra_topk_length": length}
 
 
-def make_ragged(rng, fmt, length, num_heads, width, num_slots, *, by_length) -> AttentionInputs:
-    """One list of `width` entries per element of `length`: keys up to this length, which is the
-    list's topk_length or has -1 behind it. With sinks; the plan chooses the splits."""
-    rows = make_rows(rng, num_slots, fmt)
-    indices = rng.integers(0, num_slots, (len(length), width)).astype(np.int32)
-    options = {"softmax_scale": ref.HEAD_DIM**-0.5, "attn_sink": make_sink(rng, num_heads)}
-    if by_length:
-        options["topk_length"] = length
-    else:
-        indices[np.arange(width) >= length[:, None]] = -1
-    return AttentionInputs(
-        q=random_bf16(rng, len(length), num_heads, ref.HEAD_DIM),
-        kv=rows.reshape(-1, 64, rows.shape[-1]),
-        indices=indices,
-        options=options,
-    )
-
-
-def spoil_rows(case: AttentionInputs, fmt, value) -> np.ndarray:
-    """Gives the cache's first 32 rows the scales `value` (of bf16 rows, values of 1e4 at most),
-    and takes them out of all lists. -> which entries are keys."""
-    rows = case.kv.reshape(-1, case.kv.shape[-1])
-    if fmt == "fp8":
-        rows[:32, 512:528].view(np.float32)[:] = value
-    else:
-        rows[:32, :512] = min(value, 1e4)
-    is_key = case.indices >= 0
-    case.indices[is_key] = np.maximum(case.indices[is_key], 32)
-    return is_key
-
-
 def make_indices(rng, num_tokens, width, num_slots, kind) -> np.ndarray:
     """Index lists [T, K] int32, which are a slice of a wider array."""
     storage = np.full((num_tokens, width + 3), 0, np.int32)

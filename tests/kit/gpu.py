@@ -130,6 +130,54 @@ def is_busy(stream) -> bool:
     return not stream.query()
 
 
+# --- what a run does of the device ---------------------------------------------------------------
+
+TAKES, GIVES = ("cudaMalloc", "cudaMallocAsync"), ("cudaFree", "cudaFreeAsync")
+
+
+def profile(run) -> list:
+    """What torch's profiler saw of `run` and of the work that it started: calls of CUDA's runtime,
+    kernels and copies. It sees the runtime that is linked into the library, too, and only this
+    process, whatever others do on the same GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities, acc_events=True) as events:
+        run()
+        torch.cuda.synchronize()
+    return events.events()
+
+
+def device_work(run) -> list[str]:
+    """The names of the kernels and copies that `run` starts."""
+    cuda = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile(run) if event.device_type == cuda]
+
+
+def count_tensors() -> int:
+    """How often torch's allocator has given memory. It hardly ever calls CUDA for that."""
+    return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+
+def allocations(run) -> list[str]:
+    """How `run` takes memory of the device: its calls of CUDA's runtime, and a "tensor" for each
+    time that torch's allocator gives memory."""
+    before = count_tensors()
+    names = [event.name for event in profile(run)]
+    return [name for name in names if name in TAKES] + ["tensor"] * (count_tensors() - before)
+
+
+def count_kept(run) -> int:
+    """How many allocations of CUDA's runtime `run` does not give back, but for torch's reserve."""
+
+    def count() -> int:
+        return torch.cuda.memory_stats()["segment.all.current"]
+
+    before = count()
+    names = [event.name for event in profile(run)]
+    kept = sum(name in TAKES for name in names) - sum(name in GIVES for name in names)
+    return kept - (count() - before)
+
+
 # --- graphs --------------------------------------------------------------------------------------
 
 

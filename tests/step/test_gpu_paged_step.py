@@ -1,5 +1,6 @@
 """Paged steps on a GPU: numbers that the host cannot see are cut, and a replay is one kernel."""
 
+import copy
 import os
 import warnings
 
@@ -91,31 +92,29 @@ def test_a_replay_is_one_kernel(mode):
     """Nothing is copied, and the host waits for nothing."""
     _, _, replay = captured(mode, 16, 1, 3)
     replay()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns that this is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+
+    def replays():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns that this is a prototype
+                torch.cuda.set_sync_debug_mode("error")
             for _ in range(100):
                 replay()
-    finally:
-        torch.cuda.set_sync_debug_mode(0)
-    torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    names = [event.name for event in profile.events() if event.device_type == cuda]
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+
+    names = gpu.device_work(replays)
     assert len(names) == 100 and all("paged_lists_kernel" in name for name in names), set(names)
 
 
 @pytest.mark.parametrize("mode", FIXED_MODES)
 def test_replays_allocate_nothing(mode):
-    _, _, replay = captured(mode, 16, 2, 8)
+    engine, _, replay = captured(mode, 16, 2, 8)
     replay()
-    before = torch.cuda.mem_get_info(), torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(1000):
-        replay()
-    assert (
-        torch.cuda.mem_get_info(),
-        torch.cuda.memory_stats()["allocation.all.allocated"],
-    ) == before
+
+    def replays():
+        for _ in range(1000):
+            replay()
+
+    assert gpu.allocations(replays) == []
+    assert "cudaMalloc" in gpu.allocations(lambda: copy.copy(engine.builder))

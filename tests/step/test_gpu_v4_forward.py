@@ -256,10 +256,7 @@ def test_a_layer_allocates_nothing_of_its_own(ratio):
     metadata = world.build(parts)
     x = put(world.inputs(parts))
     world.layer.forward(x, world.caches, metadata, streams=new_streams(3))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    world.layer.forward(x, world.caches, metadata)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert gpu.allocations(lambda: world.layer.forward(x, world.caches, metadata)) == []
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -275,15 +272,7 @@ def test_launches_of_a_small_step(ratio):
     metadata = world.build(parts)
     x = put(world.inputs(parts))
     world.layer.forward(x, world.caches, metadata)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        world.layer.forward(x, world.caches, metadata)
-        torch.cuda.synchronize()
-    kernels = [
-        event.name for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]  # fmt: skip
+    kernels = gpu.device_work(lambda: world.layer.forward(x, world.caches, metadata))
     ours = [
         name for name in kernels
         if not any(part in name for part in ("gemm", "cutlass", "nvjet", "at::", "Mem", "combine",
