@@ -72,14 +72,16 @@ template <typename Shape> struct fp8_memory {
     int32_t num_steps[2]; /* steps per item; items use elements 0 and 1 of these four in turn */
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* positions without a key (add_absent) */
     typename Shape::OnlyKey only[2][GATHER_WARPS];    /* a gather warp's key, if it has only one */
-    alignas(16) key_counts num_keys[2];
+    union {
+        alignas(16) key_counts num_keys[2]; /* of calls over lists */
+        typename Shape::Limits limits;      /* of tiles */
+    };
     alignas(8) float shift[Shape::HEADS];        /* amounts of the last raise of references */
     alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
     uint32_t has_grown[2]; /* per group: a byte for each warp whose weights exceed f16 */
     alignas(8) uint8_t needs_fallback[CONSUMER_WARPS]; /* a number of the item did not fit */
     uint32_t fallback_bits[MAX_ITEMS / 32];
     item_order order;
-    typename Shape::Limits limits;
 };
 
 /* Where the cache rows of a list lie. */
