@@ -36,6 +36,32 @@ count_table_reqs(const smla_attention_params *params)
     return is_usual ? visible->reqs.num_reqs : 0;
 }
 
+/* Whether the rows of all heads of all tokens are equally far apart. */
+static bool
+are_rows_even(int64_t stride_token, int64_t stride_head, int64_t num_heads)
+{
+    return num_heads == 1 || stride_token == num_heads * stride_head;
+}
+
+/* Query tokens of each request, as smla_attention_shape counts them. Tokens of a request may share
+ * a tile where all of them see its first key. */
+static int64_t
+find_tile_queries(const smla_attention_params *params)
+{
+    const smla_visible *const visible = &params->visible;
+    const int64_t num_heads = params->queries.num_heads;
+    const int64_t query_len = visible->reqs.query_starts == NULL ? visible->reqs.query_len : 0;
+    bool may_share =
+        count_table_reqs(params) > 0 && visible->rule.left < 0 &&
+        visible->reqs.num_reqs * query_len == params->queries.num_tokens &&
+        are_rows_even(params->results.out_stride_token, params->results.out_stride_head, num_heads);
+    for (int i = 0; i < 2; i++) {
+        const smla_head_rows *const rows = &params->queries.parts[i];
+        may_share = may_share && are_rows_even(rows->stride_token, rows->stride_head, num_heads);
+    }
+    return may_share ? query_len : 0;
+}
+
 void
 smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_params *params)
 {
@@ -56,6 +82,7 @@ smla_plan_lists(int num_splits, const smla_backend *backend, smla_attention_para
         .needs = smla_find_needs(params),
         .table_reqs = count_table_reqs(params),
         .has_starts = params->visible.reqs.query_starts != NULL,
+        .tile_queries = find_tile_queries(params),
         .explains = smla_is_logging,
     };
     backend->plan_attention(&shape, &params->plan);

@@ -16,6 +16,29 @@ find_format(bool is_fp8)
     return &smla_kv_formats[is_fp8 ? SMLA_ROW_FP8_DS_MLA : SMLA_ROW_BFLOAT16];
 }
 
+/* Kernels of dense calls over FP8 rows, and no others, have one for tiles of query tokens. */
+static void
+expect_tiles(const smla_attention_kernel *kernel, const char *launcher)
+{
+    static const char *const stems[][2] = {{"sm90_fp8", "attention_fp8_tiles_sm90.cu"},
+                                           {"sm90_e4m3", "attention_e4m3_tiles_sm90.cu"}};
+    bool has_tiles = false;
+    for (int i = 0; i < 2; i++) {
+        char dense[32], tiles[32], name[64];
+        (void)snprintf(dense, sizeof dense, "%s_dense_%d", stems[i][0], kernel->heads_per_cta);
+        (void)snprintf(tiles, sizeof tiles, "%s_tiles_%d", stems[i][0], kernel->heads_per_cta);
+        (void)snprintf(name, sizeof name, "%s, %d rows per CTA", stems[i][1],
+                       kernel->heads_per_cta);
+        if (strcmp(launcher, dense) == 0) {
+            has_tiles = true;
+            EXPECT(strcmp(name_of_launcher(kernel->launch_tiles), tiles) == 0);
+            EXPECT(strcmp(kernel->tiles_name, name) == 0);
+        }
+    }
+    EXPECT_EQ(kernel->launch_tiles != NULL, has_tiles);
+    EXPECT_EQ(kernel->tiles_name != NULL, has_tiles);
+}
+
 /* The rows in the order in which they are tried. attention_sm80.cu has in shared memory: query and
  * keys, weights, scores of four groups of warps, and small arrays. */
 static void
@@ -148,6 +171,7 @@ test_table(void)
                   : is_table ? SMLA_NEEDS_SPLITS | (is_coded ? (unsigned)SMLA_NEEDS_QUERY_SCALE : 0)
                              : (unsigned)(SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS));
         EXPECT_EQ(kernel->is_few, is_few);
+        expect_tiles(kernel, rows[i].launcher);
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
         EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
         EXPECT_EQ(kernel->max_columns, rows[i].max_columns);

@@ -27,6 +27,9 @@ typedef struct smla_attention_shape {
     unsigned needs;         /* SMLA_NEEDS_ bits, of the kernel */
     int64_t table_reqs; /* requests of a table without a mask but causal order and a window; or 0 */
     bool has_starts;    /* they may differ in their numbers of query tokens */
+    /* Query tokens of each request of a table, where tokens of a request may share a tile: equally
+     * many tokens, rows that are equally far apart, and keys from the first one on; else 0. */
+    int64_t tile_queries;
     bool explains;      /* the plan says what it lacks, which a log asks for */
     bool covers_tables; /* the workspace size is enough for tables of this shape, too */
 } smla_attention_shape;
@@ -45,6 +48,9 @@ typedef struct smla_attention_run {
     /* The workspace has room from this byte on for rows that the launch widens first; 0: it widens
      * none. */
     int64_t wide_offset;
+    /* Query tokens of a request that an item has, all heads of each, where items are tiles of rows;
+     * they divide num_tokens. 0: an item has one token. */
+    int64_t tile_tokens;
 } smla_attention_run;
 
 /* How a backend runs attention of a shape. The check asks the backend for the plan once per call,

@@ -29,6 +29,12 @@
     LAUNCHER(sm90_e4m3_dense_64) \
     LAUNCHER(sm90_e4m3_dense_32) \
     LAUNCHER(sm90_e4m3_dense_16) \
+    LAUNCHER(sm90_fp8_tiles_64)  \
+    LAUNCHER(sm90_fp8_tiles_32)  \
+    LAUNCHER(sm90_fp8_tiles_16)  \
+    LAUNCHER(sm90_e4m3_tiles_64) \
+    LAUNCHER(sm90_e4m3_tiles_32) \
+    LAUNCHER(sm90_e4m3_tiles_16) \
     LAUNCHER(sm80_fp8_64)        \
     LAUNCHER(sm80_fp8_32)        \
     LAUNCHER(sm80_fp8_16)        \

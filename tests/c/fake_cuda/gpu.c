@@ -123,7 +123,7 @@ static cudaError_t
 attend(const smla_attention_params *params, smla_attention_launcher *launcher)
 {
     const smla_attention_kernel *kernel = smla_attention_kernels;
-    while (kernel->launch != launcher) {
+    while (kernel->launch != launcher && kernel->launch_tiles != launcher) {
         kernel++;
     }
     const smla_attention_shape shape = shape_of(params);

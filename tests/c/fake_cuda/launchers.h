@@ -14,6 +14,7 @@ typedef struct attention_launch {
     const smla_attention_kernel *combined; /* the kernel whose partial rows are combined, or NULL */
     int64_t cut_bytes;
     int64_t whole_tokens;
+    int64_t tile_tokens;
     const uint8_t *wide; /* where widened rows begin, or NULL */
 } attention_launch;
 
@@ -32,6 +33,7 @@ write_launch(const char *launcher, const smla_attention_params *params,
                                                       combined,
                                                       start->cut_bytes,
                                                       start->whole_tokens,
+                                                      start->tile_tokens,
                                                       (const uint8_t *)start->wide};
     }
     const bool fails = num_good_launches == 0;
@@ -76,19 +78,25 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     return write_launch("combine", params, kernel, &(smla_attention_start){0});
 }
 
-/* The name of a row's launcher. */
 static inline const char *
-launcher_of(const smla_attention_kernel *kernel)
+name_of_launcher(smla_attention_launcher *launch)
 {
     const smla_attention_params params = {0};
     const attention_launch first = launches[0];
     const int former = num_launches;
     num_launches = 0;
-    EXPECT_EQ((int)kernel->launch(&params, &(smla_attention_start){0}), (int)cudaSuccess);
+    EXPECT_EQ((int)launch(&params, &(smla_attention_start){0}), (int)cudaSuccess);
     const char *const launcher = launches[0].launcher;
     launches[0] = first;
     num_launches = former;
     return launcher;
+}
+
+/* The name of a row's launcher. */
+static inline const char *
+launcher_of(const smla_attention_kernel *kernel)
+{
+    return name_of_launcher(kernel->launch);
 }
 
 enum { NUM_DEVICES = 2 };

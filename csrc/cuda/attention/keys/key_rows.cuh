@@ -68,11 +68,13 @@ plan_blocks(const attention_launch &launch, const work_item &item)
 {
     block_plan plan;
     plan.num_main =
-        count_blocks(launch, find_columns<Tile::RANGED, Tile::HAS_WHOLE>(launch, item, 0));
+        count_blocks(launch,
+                     find_columns<Tile::RANGED, Tile::HAS_WHOLE, Tile::TILED>(launch, item, 0));
     plan.num_blocks = plan.num_main;
     if (launch.params.keys.num_lists == 2) {
         plan.num_blocks +=
-            count_blocks(launch, find_columns<Tile::RANGED, Tile::HAS_WHOLE>(launch, item, 1));
+            count_blocks(launch,
+                         find_columns<Tile::RANGED, Tile::HAS_WHOLE, Tile::TILED>(launch, item, 1));
     }
     return plan;
 }
@@ -102,7 +104,8 @@ read_index(const attention_launch &launch, const work_item &item, const block_pl
     }
     const int list = list_of(plan, block);
     const smla_key_list &keys = launch.params.keys.lists[list];
-    const column_range columns = find_columns<Tile::RANGED, Tile::HAS_WHOLE>(launch, item, list);
+    const column_range columns =
+        find_columns<Tile::RANGED, Tile::HAS_WHOLE, Tile::TILED>(launch, item, list);
     const int32_t number = block - list * plan.num_main;
     const int32_t column = columns.begin + number / CHUNK_BLOCKS * launch.column_stride +
                            number % CHUNK_BLOCKS * KEYS + thread / SMLA_WARP_LANES * WARP_KEYS +

@@ -74,6 +74,11 @@ typedef struct attention_launch {
     smla_divisor entry_tokens;   /* keys.entry_tokens, which kernels of ranges read */
     given_key_scales key_scales; /* read where has_key_unit */
     float softmax_scale;         /* read where logits have scales of their own */
+    /* Of launches whose items are tiles (find_row_item): query tokens of a tile, heads of each, and
+     * what divides by the latter (token_of_row). */
+    uint8_t tile_tokens;
+    uint8_t token_heads;
+    uint16_t heads_inverse;
 } attention_launch;
 
 /* The number of slots, or, if a block table maps positions to slots, the number of positions. */
@@ -132,6 +137,61 @@ typedef struct work_item {
 } work_item;
 
 enum { NOT_PARTIAL = -1 }; /* the item has all keys of its token, and writes results */
+
+/* In launches whose items are tiles, an item's `token` is the number of a group of query tokens of
+ * one request, and its heads are rows: row i is head i % token_heads of the group's token
+ * i / token_heads. TILED: the launch is one. Returns the first token of a group. */
+template <bool TILED>
+static __device__ __forceinline__ int32_t
+first_token_of(const attention_launch &launch, int32_t token)
+{
+    return TILED ? token * launch.tile_tokens : token;
+}
+
+enum { HEADS_INVERSE_SHIFT = 12, MOST_TILE_ROWS = 64 };
+
+/* What rows of a tile are multiplied with to divide them by a number of heads. It has
+ * HEADS_INVERSE_SHIFT bits behind the point, enough for rows below MOST_TILE_ROWS and 32 heads. */
+static inline uint16_t
+find_heads_inverse(int64_t num_heads)
+{
+    return (uint16_t)((1 << HEADS_INVERSE_SHIFT) / num_heads + 1);
+}
+
+/* The number in its group of the token to which a row of a tile belongs. */
+static __device__ __forceinline__ int32_t
+token_of_row(const attention_launch &launch, int row)
+{
+    return (int32_t)((uint32_t)row * launch.heads_inverse >> HEADS_INVERSE_SHIFT);
+}
+
+/* The last token of a group, which sees as many keys as any. */
+template <bool TILED>
+static __device__ __forceinline__ int32_t
+last_token_of(const attention_launch &launch, int32_t token)
+{
+    return TILED ? token * launch.tile_tokens + launch.tile_tokens - 1 : token;
+}
+
+/* The item with one row of a tile, as functions for items of one token see it: row `row` is head
+ * first_head + row of the token, and partial row first_row + row. Partial rows lie by token, but
+ * those of a cut item (cut_work_items.cuh) behind each other. */
+template <bool TILED>
+static __device__ __forceinline__ work_item
+find_row_item(const attention_launch &launch, const work_item &item, int row)
+{
+    work_item of_row = item;
+    if constexpr (TILED) {
+        const int32_t heads = launch.token_heads;
+        const int32_t before = token_of_row(launch, row);
+        of_row.token = item.token * launch.tile_tokens + before;
+        of_row.first_head = -before * heads;
+        if (item.first_row != NOT_PARTIAL && launch.num_segments == 1) {
+            of_row.first_row += before * (launch.params.results.num_splits - 1) * heads;
+        }
+    }
+    return of_row;
+}
 
 /* Kernels that read scales of logits use this instead of scale_log2. The two are equal if the
  * scales are 1. Scores are divided by the unit of keys. */
@@ -220,13 +280,33 @@ take_segments(const column_range &columns, const work_item &item)
                         (int32_t)find_segment(columns, item.split + item.num_segments)};
 }
 
-/* The columns of an item of a dense call, where splits are cut from the request's own keys. */
-template <bool HAS_WHOLE>
+/* The columns in the segments of a tile that one of its tokens sees. */
+static __device__ __forceinline__ column_range
+take_tile_segments(const attention_launch &launch, const work_item &item)
+{
+    const smla_key_list &keys = launch.params.keys.lists[0];
+    const int32_t group = item.token / launch.tile_tokens;
+    const int32_t begin = keys.begin[first_token_of<true>(launch, group)];
+    const int32_t end = min(keys.end[last_token_of<true>(launch, group)], (int32_t)keys.topk);
+    if (begin >= end) {
+        return column_range{0, 0};
+    }
+    const column_range taken = take_segments(column_range{begin, end}, item);
+    const int32_t seen = min(taken.end, keys.end[item.token]);
+    return taken.begin < seen ? column_range{taken.begin, seen} : column_range{0, 0};
+}
+
+/* The columns of an item of a dense call, where splits are cut from the request's own keys. TILED:
+ * the item is one token of a tile. */
+template <bool HAS_WHOLE, bool TILED>
 static __device__ __forceinline__ column_range
 find_dense_columns(const attention_launch &launch, const work_item &item)
 {
     const smla_key_list &keys = launch.params.keys.lists[0];
     const bool may_be_cut = launch.num_segments > 1; /* then there is one split */
+    if (TILED && may_be_cut) {
+        return take_tile_segments(launch, item);
+    }
     const list_params &params = launch.params;
     const int64_t columns =
         smla_table_split_columns(&params.keys, &params.visible, &params.results, item.token);
@@ -241,13 +321,13 @@ find_dense_columns(const attention_launch &launch, const work_item &item)
 
 /* RANGED: lists may have dense columns and a `begin`. HAS_WHOLE: as in make_pair_item. The sums are
  * below 2^32, because a launch has less than 2^31 columns (can_count_items). */
-template <bool RANGED = false, bool HAS_WHOLE = true>
+template <bool RANGED = false, bool HAS_WHOLE = true, bool TILED = false>
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const work_item &item, int list)
 {
     const smla_key_list &keys = launch.params.keys.lists[list];
     if (RANGED && smla_is_table(&launch.params.keys)) {
-        return find_dense_columns<HAS_WHOLE>(launch, item);
+        return find_dense_columns<HAS_WHOLE, TILED>(launch, item);
     }
     uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {

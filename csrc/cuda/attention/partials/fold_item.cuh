@@ -13,6 +13,7 @@ enum {
 
 /* Returns the lane's factor for one part of one head, among FOLD_HEADS heads from `first_head` on.
  * `weight` becomes the factor of the folded values of its head. Writes lse and max_logits. */
+template <bool TILED>
 static __device__ __forceinline__ whole_row<1>
 fold_heads(const attention_launch &launch, const work_item &item, int part, int first_head,
            int lane, float *weight)
@@ -33,9 +34,10 @@ fold_heads(const attention_launch &launch, const work_item &item, int part, int 
     const float sum = smla_sum_of_lanes<MAX_PARTS>(fabsf(state.y) * factor);
     *weight = 0.0f;
     if (head < item.num_heads) {
-        const float sink = softmax_sink(launch.params.logits.sinks, item.first_head + head);
-        *weight = softmax_finish(launch.params.results, launch.params.logits.sinks, item.token,
-                                 item.first_head + head, max_log2, sum, sink, nth == 0);
+        const work_item of_row = find_row_item<TILED>(launch, item, head);
+        const float sink = softmax_sink(launch.params.logits.sinks, of_row.first_head + head);
+        *weight = softmax_finish(launch.params.results, launch.params.logits.sinks, of_row.token,
+                                 of_row.first_head + head, max_log2, sum, sink, nth == 0);
     }
     return whole_row<1>{{is_half && factor != 0.0f ? factor * unit : 0.0f},
                         {is_half ? 0.0f : factor},
@@ -82,7 +84,7 @@ fold_parts(const attention_launch &launch, int part, int n, int first_head, int 
 
 /* Folds the parts of an item in their order. All consumers call it. HAS_UNIT: the call has a unit
  * of keys, which the parts' values are divided by. */
-template <bool HAS_UNIT>
+template <bool HAS_UNIT, bool TILED>
 static __device__ __forceinline__ void
 fold_item(const attention_launch &launch, int part, int heads_per_cta)
 {
@@ -99,7 +101,7 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
             /* -0 + x is x, so a single key's -0 keeps its sign */
             values[i / (2 * LANE_VALUES)].nope[i / LANE_VALUES % 2][i % LANE_VALUES] = -0.0f;
         }
-        const whole_row<1> whole = fold_heads(launch, item, part, first_head, lane, &weight);
+        const whole_row<1> whole = fold_heads<TILED>(launch, item, part, first_head, lane, &weight);
         if constexpr (HAS_UNIT) {
             weight *= find_key_unit(launch);
         }
@@ -115,8 +117,15 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
         for (int i = 0; i < FOLD_HEADS; i++) {
             const float head_weight = __shfl_sync(0xFFFFFFFFu, weight, MAX_PARTS * i);
             if (first_head + i < item.num_heads) {
-                write_out_part(launch.params.results, item.token, item.first_head + first_head + i,
-                               lane, values[i], head_weight);
+                if constexpr (TILED) {
+                    const work_item of_row = find_row_item<TILED>(launch, item, first_head + i);
+                    write_out_part(launch.params.results, of_row.token,
+                                   of_row.first_head + first_head + i, lane, values[i],
+                                   head_weight);
+                } else {
+                    write_out_part(launch.params.results, item.token,
+                                   item.first_head + first_head + i, lane, values[i], head_weight);
+                }
             }
         }
     }
@@ -125,7 +134,7 @@ fold_item(const attention_launch &launch, int part, int heads_per_cta)
 /* Called when the CTA has done all its items: counts its parts, and folds the items whose last
  * parts they are. Inlined, because with one more call ptxas keeps other values in registers, and
  * the kernel's loop gets longer. HAS_UNIT: as in fold_item. */
-template <bool HAS_UNIT>
+template <bool HAS_UNIT, bool TILED = false>
 static __device__ __forceinline__ void
 fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, item_order *order)
 {
@@ -146,7 +155,7 @@ fold_cut_items(const attention_launch &launch, int heads_per_cta, int barrier, i
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         if (order->seen >> i & 1) {
-            fold_item<HAS_UNIT>(launch, order->items[i], heads_per_cta);
+            fold_item<HAS_UNIT, TILED>(launch, order->items[i], heads_per_cta);
         }
     }
 }

@@ -64,13 +64,19 @@ enum {
 #define SM90_FP8(rows, stem, least, heads, cost, start) \
     SM90_LISTS("attention_fp8_sm90.cu", stem, rows, least, heads, SM90_FP8_COSTS(cost, start))
 
+#define SM90_TILES(file, stem, heads)                   \
+    .launch_tiles = smla_attend_##stem##_tiles_##heads, \
+    .tiles_name = file ", " #heads " rows per CTA"
+
 #define SM90_FP8_DENSE(least, heads, cost, start)                                \
     SM90_TABLE("attention_fp8_dense_sm90.cu", sm90_fp8_dense, FP8, least, heads, \
-               .serves = SMLA_NEEDS_SPLITS, SM90_FP8_COSTS(cost, start))
+               .serves = SMLA_NEEDS_SPLITS, SM90_FP8_COSTS(cost, start),         \
+               SM90_TILES("attention_fp8_tiles_sm90.cu", sm90_fp8, heads))
 
-#define SM90_E4M3_DENSE(least, heads, cost, start)                                    \
-    SM90_TABLE("attention_fp8_e4m3_sm90.cu", sm90_e4m3_dense, E4M3_576, least, heads, \
-               .serves = SMLA_NEEDS_SPLITS | SMLA_NEEDS_QUERY_SCALE, SM90_FP8_COSTS(cost, start))
+#define SM90_E4M3_DENSE(least, heads, cost, start)                                                \
+    SM90_TABLE("attention_fp8_e4m3_sm90.cu", sm90_e4m3_dense, E4M3_576, least, heads,             \
+               .serves = SMLA_NEEDS_SPLITS | SMLA_NEEDS_QUERY_SCALE, SM90_FP8_COSTS(cost, start), \
+               SM90_TILES("attention_e4m3_tiles_sm90.cu", sm90_e4m3, heads))
 
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
  * much less time, and columns need not fill blocks. */
@@ -278,6 +284,7 @@ smla_cuda_kernel_name(const smla_attention_run *run)
 {
     return run->kernel == NULL     ? NULL
            : run->wide_offset != 0 ? "attention_wide_sm90.cu, 64 heads per CTA"
+           : run->tile_tokens > 1  ? run->kernel->tiles_name
                                    : run->kernel->name;
 }
 

@@ -39,6 +39,7 @@ typedef struct smla_attention_start {
     bool interleaves;     /* as in smla_attention_run; kernels for few columns never do */
     int64_t whole_tokens; /* the first tokens, which are not split where others are */
     struct smla_wide_header *wide; /* where rows are widened (wide_rows.h); NULL: they are not */
+    int64_t tile_tokens;           /* as in smla_attention_run; only launchers of tiles read it */
 } smla_attention_start;
 
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
@@ -84,6 +85,10 @@ typedef struct smla_attention_kernel {
     const char *rows_text;
     const char *heads_text;
     smla_attention_launcher *launch;
+    /* For calls whose items are tiles of several query tokens; NULL: the kernel has none. Then
+     * heads_per_cta counts the rows of a tile. */
+    smla_attention_launcher *launch_tiles;
+    const char *tiles_name;
 } smla_attention_kernel;
 
 /* The table ends with an entry without a launcher. */
@@ -229,6 +234,16 @@ smla_attention_launcher smla_attend_sm90_e4m3_dense_64;
 smla_attention_launcher smla_attend_sm90_e4m3_dense_32;
 smla_attention_launcher smla_attend_sm90_e4m3_dense_16;
 
+/* attention_fp8_tiles_sm90.cu */
+smla_attention_launcher smla_attend_sm90_fp8_tiles_64;
+smla_attention_launcher smla_attend_sm90_fp8_tiles_32;
+smla_attention_launcher smla_attend_sm90_fp8_tiles_16;
+
+/* attention_e4m3_tiles_sm90.cu */
+smla_attention_launcher smla_attend_sm90_e4m3_tiles_64;
+smla_attention_launcher smla_attend_sm90_e4m3_tiles_32;
+smla_attention_launcher smla_attend_sm90_e4m3_tiles_16;
+
 /* attention_bf16_sm90.cu */
 smla_attention_launcher smla_attend_sm90_bf16_64;
 smla_attention_launcher smla_attend_sm90_bf16_512_64;
@@ -342,6 +357,8 @@ smla_partials_of(const smla_attention_params *params, int64_t whole_tokens)
 enum { SMLA_MHA_TILE_ROWS = 128 }; /* rows of a tile of mha_attention_sm90.cu */
 
 enum { SMLA_TILE_ROWS = 64 }; /* rows of a tile of attention_dense_sm90.cu */
+
+enum { SMLA_TILE_TOKENS = 8 }; /* most query tokens of a tile of attention_fp8_tiles_sm90.cu */
 
 /* A tile of a dense call whose parts have left partial rows, for combine_tiles.cu. */
 typedef struct smla_cut_tile {

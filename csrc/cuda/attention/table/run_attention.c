@@ -77,9 +77,11 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, i
                                         .deferred = is_split || is_cut ? &deferred : NULL,
                                         .interleaves = run->interleaves,
                                         .whole_tokens = whole_tokens,
-                                        .wide = wide};
-    smla_attention_launcher *const launch =
-        wide == NULL ? run->kernel->launch : smla_attend_sm90_widened_64;
+                                        .wide = wide,
+                                        .tile_tokens = run->tile_tokens};
+    smla_attention_launcher *const launch = wide != NULL           ? smla_attend_sm90_widened_64
+                                            : run->tile_tokens > 1 ? run->kernel->launch_tiles
+                                                                   : run->kernel->launch;
     SMLA_TRY(require_workspace(own, error));
     smla_cuda_begin_deferred(&deferred);
     SMLA_TRY(smla_cuda_status(op, call,

@@ -7,16 +7,8 @@
 #include "core/attention/needs.h"
 #include "cuda/attention/table/few_tiles.h"
 #include "cuda/attention/table/schedule.h"
+#include "cuda/attention/table/split_problem.h"
 #include "cuda/attention/table/wide_rows.h"
-
-/* What a schedule depends on. */
-typedef struct split_problem {
-    const smla_cuda_device *device;
-    const smla_attention_kernel *whole; /* runs the call when it is not split */
-    int64_t num_heads;
-    int64_t topk;
-    int64_t extra_topk;
-} split_problem;
 
 /* A way to run a batch, and its estimated time, which is counted in waves of CTAs. */
 typedef struct run_plan {
@@ -33,63 +25,7 @@ typedef struct batch_plan {
     int64_t rest;
 } batch_plan;
 
-enum {
-    MAX_WAVES = 3, /* a split call with more waves of CTAs gains nothing and costs memory */
-    REST_COST = 30 /* the cost of a second launch, which portable kernels need for splits */
-};
-
-static int64_t
-min_int64(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
-/* How many CTAs of the kernel the device runs at once. */
-static int64_t
-count_resident_ctas(const smla_cuda_device *device, const smla_attention_kernel *kernel)
-{
-    if (kernel->ctas_per_sm == 1) {
-        return device->num_sms;
-    }
-    const int64_t fit = (device->max_shared_bytes + SMLA_RESERVED_SHARED_BYTES) /
-                        (kernel->shared_bytes + SMLA_RESERVED_SHARED_BYTES);
-    return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
-}
-
-/* The columns of a split in both lists together (smla_split_columns). */
-static int64_t
-count_columns(const split_problem *problem, int num_splits)
-{
-    const int64_t units =
-        smla_count_parts(smla_count_parts(problem->topk, num_splits), SMLA_SPLIT_ALIGN) +
-        smla_count_parts(smla_count_parts(problem->extra_topk, num_splits), SMLA_SPLIT_ALIGN);
-    return units * SMLA_SPLIT_ALIGN;
-}
-
-/* CTAs per token and split. */
-static int64_t
-count_tiles(const split_problem *problem, const smla_attention_kernel *kernel)
-{
-    return smla_count_parts(problem->num_heads, kernel->heads_per_cta);
-}
-
-/* Splits beyond this number have no columns. */
-static int64_t
-max_useful_splits(const split_problem *problem)
-{
-    const int64_t columns =
-        problem->topk > problem->extra_topk ? problem->topk : problem->extra_topk;
-    const int64_t useful = smla_count_parts(columns, SMLA_SPLIT_ALIGN);
-    return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
-}
-
-/* The most pairs of token and split that a plan with several splits may have, for any batch. */
-static int64_t
-max_parts(const split_problem *problem)
-{
-    return MAX_WAVES * count_resident_ctas(problem->device, problem->whole) /
-           count_tiles(problem, problem->whole);
-}
+enum { REST_COST = 30 }; /* the cost of a second launch, which portable kernels need for splits */
 
 /* The costs below are in sixteenths of attention_fp8_sm90.cu's time for 128 keys in 64 heads. */
 
@@ -198,6 +134,7 @@ choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, 
          kernel++) {
         if (kernel->arch != problem->whole->arch || kernel->formats != problem->whole->formats ||
             (kernel->saves_waves && is_small) ||
+            (problem->has_tiles && kernel->heads_per_cta < problem->num_heads) ||
             !smla_fits_kernel(kernel, problem->device, &call)) {
             continue;
         }
@@ -269,7 +206,7 @@ static bool
 is_same_problem(const split_problem *a, const split_problem *b)
 {
     return a->device == b->device && a->whole == b->whole && a->num_heads == b->num_heads &&
-           a->topk == b->topk && a->extra_topk == b->extra_topk;
+           a->topk == b->topk && a->extra_topk == b->extra_topk && a->has_tiles == b->has_tiles;
 }
 
 /* The plan with the shortest estimated time. */
@@ -388,6 +325,24 @@ expect_dense_keys(split_problem *problem)
     problem->extra_topk = 0;
 }
 
+/* Makes a problem of tokens into one of groups of `count` tokens, if the kernel has tiles. A given
+ * number of splits excludes them, because a row's bits must then not depend on other tokens. */
+static bool
+take_tiles(const smla_attention_shape *shape, smla_kernel_call call, int64_t count,
+           split_problem *problem)
+{
+    split_problem tiles;
+    call.num_heads *= count;
+    if (count == 1 || shape->num_splits != 0 ||
+        !find_problem(problem->device, shape, &call, &tiles) || tiles.whole->launch_tiles == NULL) {
+        return false;
+    }
+    *problem = tiles;
+    problem->has_tiles = true;
+    expect_dense_keys(problem);
+    return true;
+}
+
 /* most_parts of a call with these formats; 0 where no kernel serves them. */
 static int64_t
 most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
@@ -467,8 +422,11 @@ make_run(const split_problem *problem, const smla_attention_kernel *kernel, int6
 {
     const int64_t cut_bytes =
         num_splits > 1 ? 0 : parts_bytes(most_parts(problem, num_tokens), problem->num_heads);
-    return (smla_attention_run){
-        kernel, num_tokens, num_splits, cut_bytes, interleaves(problem, kernel, num_splits), 0};
+    return (smla_attention_run){.kernel = kernel,
+                                .num_tokens = num_tokens,
+                                .num_splits = num_splits,
+                                .cut_bytes = cut_bytes,
+                                .interleaves = interleaves(problem, kernel, num_splits)};
 }
 
 /* Fills in the runs of a plan: tokens in full waves of CTAs, then the rest, which may be split. */
@@ -485,6 +443,20 @@ plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan 
         run[1] = run[0];
         run[1].interleaves = false;
         run[0] = make_run(problem, problem->whole, num_tokens - batch.rest, 1);
+    }
+}
+
+/* Plans a call in tiles of `count` query tokens. */
+static void
+plan_token_tiles(const split_problem *problem, int64_t num_tokens, int64_t count,
+                 smla_attention_plan *plan)
+{
+    const int64_t groups = num_tokens / count;
+    plan->workspace_bytes = parts_bytes(most_parts(problem, groups), problem->num_heads);
+    plan_runs(problem, groups, plan);
+    for (int i = 0; i < plan->num_runs; i++) {
+        plan->runs[i].num_tokens *= count;
+        plan->runs[i].tile_tokens = count;
     }
 }
 
@@ -564,6 +536,11 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         return;
     }
     if (expects_keys(problem.whole)) {
+        const int64_t tile_tokens = count_tile_tokens(shape);
+        if (take_tiles(shape, call, tile_tokens, &problem)) {
+            plan_token_tiles(&problem, shape->num_tokens, tile_tokens, plan);
+            return;
+        }
         expect_dense_keys(&problem);
     } else if (shape->source == SMLA_KEYS_TABLE) {
         const int num_splits = count_dense_splits(&problem, shape->num_tokens);

@@ -133,13 +133,13 @@ find_quarters(const attention_launch &launch, int num_items, int thread, int num
 /* Begins a plan in a dense call, in place of find_quarters: finds how many keys the longest item
  * has. Returns whether these are enough to cut, and another item so much shorter that there may be
  * something to plan. All consumers call it. */
-template <typename Memory>
+template <bool TILED, typename Memory>
 static __device__ __noinline__ bool
 are_ranges_ragged(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
     static_assert(sizeof(cut_scratch) <= sizeof shared->probs, "free until the first weights");
     clear_scratch(ptx_forget((int)threadIdx.x), (cut_scratch *)shared->probs);
-    return find_longest(launch, num_items, barrier, &shared->order.seen) &&
+    return find_longest<TILED>(launch, num_items, barrier, &shared->order.seen) &&
            *(const volatile uint32_t *)&shared->order.seen > WHOLE_KEYS;
 }
 
@@ -161,11 +161,12 @@ find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
 }
 
 /* find_length in a dense call. */
+template <bool TILED>
 static __device__ __forceinline__ int
 find_range_length(const attention_launch &launch, const cut_problem &problem, int idx)
 {
     const uint32_t columns = EIGHTH * problem.columns;
-    const uint32_t eighths = (count_range_keys(launch, idx) + columns - 1) / columns;
+    const uint32_t eighths = (count_range_keys<TILED>(launch, idx) + columns - 1) / columns;
     return (int)min(eighths, (uint32_t)FULL_LENGTH);
 }
 
@@ -290,7 +291,7 @@ find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
 
 /* Decides which items are cut. All consumers call it, after find_quarters. Its scratch memory is
  * that of the weights, which come later. Not inlined, because few launches come here. */
-template <bool RANGED, typename Memory>
+template <bool RANGED, bool TILED, typename Memory>
 static __device__ __noinline__ void
 plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
@@ -302,9 +303,10 @@ plan_cuts(const attention_launch &launch, int num_items, int barrier, Memory *sh
     const int thread = ptx_forget((int)threadIdx.x);
     const int num_ctas = (int)gridDim.x;
     const bool is_cta = thread < num_ctas;
-    const int level = thread < num_items ? 1 + (RANGED ? find_range_length(launch, problem, thread)
-                                                       : find_length(problem, thread, scratch))
-                                         : 0;
+    const int level = thread < num_items
+                          ? 1 + (RANGED ? find_range_length<TILED>(launch, problem, thread)
+                                        : find_length(problem, thread, scratch))
+                          : 0;
     const int my_rank = find_rank(thread, level, is_cta, barrier, scratch);
     if (is_cta) {
         scratch->ranked[my_rank] = (uint16_t)(find_load(problem, level) << 8 | thread);

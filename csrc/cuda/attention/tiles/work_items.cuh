@@ -147,14 +147,18 @@ take_part(const attention_launch &launch, int part, work_item *item)
     item->first_row = find_first_row(launch, part, item->first_head);
 }
 
-/* Finds a work item by its number, and reduces it to a part unless `part` is WHOLE_ITEM. */
-template <bool HAS_WHOLE>
+/* Finds a work item by its number, and reduces it to a part unless `part` is WHOLE_ITEM. TILED: the
+ * part is one of a tile, and the item is a token of this tile. */
+template <bool HAS_WHOLE, bool TILED>
 static __device__ __forceinline__ work_item
 find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
 {
     work_item item = find_item<HAS_WHOLE>(launch, num_tiles, cta, heads_per_cta);
     if (part != WHOLE_ITEM) {
         take_part(launch, part, &item);
+        if (TILED && item.first_row != NOT_PARTIAL) {
+            item.first_row += item.token % launch.tile_tokens * launch.token_heads;
+        }
     }
     return item;
 }

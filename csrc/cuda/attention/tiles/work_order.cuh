@@ -206,20 +206,24 @@ estimate_length(const main_lists &lists, uint32_t token, uint32_t quarters)
     return 2 * quarters + is_key_at(lists, find_token_list(lists, token, true), column);
 }
 
-/* The keys of a token of a dense call. */
+/* The keys of an item's token, or group of tokens, of a dense call. */
+template <bool TILED>
 static __device__ __forceinline__ uint32_t
 count_token_keys(const attention_launch &launch, uint32_t token)
 {
     const smla_key_list &keys = launch.params.keys.lists[0];
-    const int32_t end = min(keys.end[token], (int32_t)keys.topk);
-    return (uint32_t)max(end - keys.begin[token], 0);
+    const int32_t first = first_token_of<TILED>(launch, (int32_t)token);
+    const int32_t last = last_token_of<TILED>(launch, (int32_t)token);
+    const int32_t end = min(keys.end[TILED ? last : token], (int32_t)keys.topk);
+    return (uint32_t)max(end - keys.begin[TILED ? first : token], 0);
 }
 
 /* The keys of an item of a dense call, if all tokens are whole. */
+template <bool TILED>
 static __device__ __forceinline__ uint32_t
 count_range_keys(const attention_launch &launch, int idx)
 {
-    return count_token_keys(launch, smla_divide_uint32((uint32_t)idx, launch.head_tiles));
+    return count_token_keys<TILED>(launch, smla_divide_uint32((uint32_t)idx, launch.head_tiles));
 }
 
 /* Whether an item has so much fewer keys than the longest one that it counts as shorter. */
@@ -231,13 +235,14 @@ is_short(uint32_t num_keys, uint32_t longest)
 
 /* Finds how many keys the longest item of a dense call has, at `longest_at`, which was 0. All
  * consumer threads call it. Returns whether another item is shorter. */
+template <bool TILED>
 static __device__ __forceinline__ bool
 find_longest(const attention_launch &launch, int num_items, int barrier, uint32_t *longest_at)
 {
     uint32_t most = 0, least = UINT32_MAX;
 #pragma unroll 1
     for (int idx = ptx_forget((int)threadIdx.x); idx < num_items; idx += ORDER_THREADS) {
-        const uint32_t num_keys = count_range_keys(launch, idx);
+        const uint32_t num_keys = count_range_keys<TILED>(launch, idx);
         most = max(most, num_keys);
         least = min(least, num_keys);
     }
@@ -290,7 +295,7 @@ take_share(const attention_launch &launch, const item_share &share, uint32_t len
 
 /* Finds the lengths of all items of a dense call, if its tokens differ. All consumer threads call
  * it. Returns whether they do. */
-template <bool HAS_SPLITS>
+template <bool HAS_SPLITS, bool TILED>
 static __device__ __forceinline__ bool
 find_range_lengths(const attention_launch &launch, int num_items, int barrier, uint8_t *lengths,
                    uint32_t *longest_at)
@@ -298,7 +303,7 @@ find_range_lengths(const attention_launch &launch, int num_items, int barrier, u
     const int num_whole =
         HAS_SPLITS ? (int)launch.params.queries.num_tokens * (int)launch.head_tiles.divisor
                    : num_items;
-    if (!find_longest(launch, num_whole, barrier, longest_at)) {
+    if (!find_longest<TILED>(launch, num_whole, barrier, longest_at)) {
         return false;
     }
     const float per_key = (float)FULL_LENGTH / (float)*(const volatile uint32_t *)longest_at;
@@ -306,7 +311,7 @@ find_range_lengths(const attention_launch &launch, int num_items, int barrier, u
     for (int idx = ptx_forget((int)threadIdx.x); idx < num_items; idx += ORDER_THREADS) {
         const item_share share = find_share<HAS_SPLITS>(launch, idx);
         const uint32_t length =
-            __float2uint_ru((float)count_token_keys(launch, share.token) * per_key);
+            __float2uint_ru((float)count_token_keys<TILED>(launch, share.token) * per_key);
         lengths[idx] = (uint8_t)take_share(launch, share, min(length, (uint32_t)FULL_LENGTH));
     }
     return true;
@@ -414,7 +419,7 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
 
 /* Not inlined: most launches have no order, and jumping over the code would cost them up to 2 us,
  * because code that lies behind a jump is not fetched ahead. */
-template <bool RANGED, bool HAS_SPLITS, typename Memory>
+template <bool RANGED, bool TILED, bool HAS_SPLITS, typename Memory>
 static __device__ __noinline__ void
 plan_order(const attention_launch &launch, int num_items, int barrier, Memory *shared)
 {
@@ -424,8 +429,8 @@ plan_order(const attention_launch &launch, int num_items, int barrier, Memory *s
     const int thread = ptx_forget((int)threadIdx.x);
     bool is_ragged;
     if constexpr (RANGED) {
-        is_ragged = find_range_lengths<HAS_SPLITS>(launch, num_items, barrier, scratch->lengths,
-                                                   &order->seen);
+        is_ragged = find_range_lengths<HAS_SPLITS, TILED>(launch, num_items, barrier,
+                                                          scratch->lengths, &order->seen);
     } else {
         is_ragged = find_list_lengths<HAS_SPLITS>(launch, num_items, barrier, scratch->lengths);
     }
@@ -454,15 +459,15 @@ plan_order(const attention_launch &launch, int num_items, int barrier, Memory *s
 
 /* Makes the plan of an ordered launch. All consumers call it when they may read memory of other
  * grids, and meet at `barrier`. Its scratch memory is that of the weights, which come later. */
-template <bool RANGED = false, typename Launch, typename Memory>
+template <bool RANGED = false, bool TILED = false, typename Launch, typename Memory>
 static __device__ __forceinline__ void
 order_items(const Launch &launch, int barrier, Memory *shared)
 {
     if (launch.is_ordered && launch.base.num_segments == 1) {
         if (launch.base.whole_tokens > 0) {
-            plan_order<RANGED, true>(launch.base, launch.num_items, barrier, shared);
+            plan_order<RANGED, TILED, true>(launch.base, launch.num_items, barrier, shared);
         } else {
-            plan_order<RANGED, false>(launch.base, launch.num_items, barrier, shared);
+            plan_order<RANGED, TILED, false>(launch.base, launch.num_items, barrier, shared);
         }
     }
 }

@@ -26,10 +26,12 @@ static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scal
 /* Everything that depends on the number of heads per CTA and on the formats. RANGED: lists may have
  * dense columns and a `begin`. IS_CALLED: attend_cta is part of a called function. It then calls no
  * other function, because a second call would need local memory. HAS_WHOLE: tokens in front may be
- * whole where others are split. */
+ * whole where others are split. TILED: the launch stands in for one whose items are tiles, token by
+ * token. */
 template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = false,
-          bool HAS_WHOLE_ = false>
+          bool HAS_WHOLE_ = false, bool TILED_ = false>
 struct tile {
+    static constexpr bool TILED = TILED_;
     static constexpr bool RANGED = RANGED_;
     static constexpr bool HAS_WHOLE = HAS_WHOLE_;
     static constexpr bool IS_CALLED = IS_CALLED_;
@@ -526,7 +528,8 @@ static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
            shared_memory<Tile> *shared)
 {
-    const work_item item = find_part<Tile::HAS_WHOLE>(launch, num_tiles, cta, part, Tile::HEADS);
+    const work_item item =
+        find_part<Tile::HAS_WHOLE, Tile::TILED>(launch, num_tiles, cta, part, Tile::HEADS);
     if (is_left_alone<Tile::RANGED>(launch, item)) {
         return;
     }
@@ -584,7 +587,8 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         }
     }
     const work_item done =
-        find_part<Tile::HAS_WHOLE>(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
+        find_part<Tile::HAS_WHOLE, Tile::TILED>(launch, num_tiles, ptx_forget(cta), part,
+                                                Tile::HEADS);
     finish_rows<Tile>(launch, done, is_only_block<Tile>(plan), (int)threadIdx.x, shared);
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);

@@ -22,7 +22,7 @@ __launch_bounds__(FP8_THREADS, 1) attend_if_refused(const __grid_constant__ aske
     extern __shared__ __align__(1024) uint8_t memory[];
     ptx_wait_for_grids();
     if (*(const volatile uint32_t *)&launch.header->is_refused) {
-        attend_as_role(launch.fp8, (fp8_memory<Shape> *)memory);
+        attend_as_role(launch.fp8, launch.fp8.base, (fp8_memory<Shape> *)memory);
     }
 }
 

@@ -72,7 +72,10 @@ template <typename Shape> struct fp8_memory {
     int32_t num_steps[2]; /* steps per item; items use elements 0 and 1 of these four in turn */
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* positions without a key (add_absent) */
     typename Shape::OnlyKey only[2][GATHER_WARPS];    /* a gather warp's key, if it has only one */
-    alignas(16) key_counts num_keys[2];
+    union {
+        alignas(16) key_counts num_keys[2]; /* of calls over lists */
+        typename Shape::Limits limits;      /* of tiles */
+    };
     alignas(8) float shift[Shape::HEADS];        /* amounts of the last raise of references */
     alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
     uint32_t has_grown[2]; /* per group: a byte for each warp whose weights exceed f16 */
@@ -137,12 +140,19 @@ begin_item(const fp8_launch &launch, const work_item &next, fp8_memory<Shape> *s
         shared->current_item.token = next.token;
         shared->current_item.first_head = next.first_head;
         shared->current_item.num_heads = next.num_heads;
-        if constexpr (Shape::RANGED) { /* nothing is written for a token without a request */
+        if constexpr (Shape::RANGED && !Shape::TILED) {
+            /* nothing is written for a token without a request; all tokens of tiles have one */
             if (is_left_alone<true>(launch.base, next)) {
                 shared->current_item.num_heads = 0;
             }
         }
         shared->current_item.first_row = next.first_row;
+        if constexpr (Shape::TILED) { /* partial rows lie by token (find_row_item) */
+            if (next.first_row != NOT_PARTIAL) {
+                shared->current_item.first_row -=
+                    next.split * (launch.base.tile_tokens - 1) * (int32_t)launch.base.token_heads;
+            }
+        }
         if (launch.base.num_segments > 1) {
             shared->current_item.first_row =
                 find_first_row(launch.base, nth_item(true, 0, &shared->order, shared->item_idx),

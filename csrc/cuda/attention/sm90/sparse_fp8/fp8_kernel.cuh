@@ -73,7 +73,8 @@ consume_steps(const fp8_launch &launch, fp8_memory<Shape> *shared, consumer<Shap
             find_references(launch, find_thread_index_again(), shared, state);
             clear_sums(find_thread_index_again(), shared);
             if (find_thread_index_again().group == 1) { /* it has to wait for weights anyway */
-                leave_sinks(launch.base.params.logits.sinks, find_thread_index_again(), shared);
+                leave_sinks(launch.base, launch.base.params.logits.sinks, find_thread_index_again(),
+                            shared);
             }
         }
         meet_other_block(shared, at, find_thread_index(), other, state);
@@ -102,8 +103,9 @@ static __device__ __forceinline__ void
 begin_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
 {
     const bool may_be_cut = launch.base.num_segments > 1;
-    if (may_be_cut && are_ranges_ragged(launch.base, launch.num_items, BARRIER_CONSUMERS, shared)) {
-        plan_cuts<true>(launch.base, launch.num_items, BARRIER_CONSUMERS, shared);
+    if (may_be_cut &&
+        are_ranges_ragged<Shape::TILED>(launch.base, launch.num_items, BARRIER_CONSUMERS, shared)) {
+        plan_cuts<true, Shape::TILED>(launch.base, launch.num_items, BARRIER_CONSUMERS, shared);
     }
     ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), may_be_cut);
 }
@@ -137,7 +139,7 @@ begin_items(const fp8_launch &launch, fp8_memory<Shape> *shared)
     if (may_be_cut) {
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all quarters are found */
         if (are_items_ragged(shared->order)) {
-            plan_cuts<false>(launch.base, launch.num_items, BARRIER_CONSUMERS, shared);
+            plan_cuts<false, false>(launch.base, launch.num_items, BARRIER_CONSUMERS, shared);
         }
     }
     if (ptx_forget((int)threadIdx.x) == 0) {
@@ -166,7 +168,7 @@ consume(const fp8_launch &launch, fp8_memory<Shape> *shared)
     } else {
         begin_items(launch, shared);
     }
-    order_items<Shape::RANGED>(launch, BARRIER_CONSUMERS, shared);
+    order_items<Shape::RANGED, Shape::TILED>(launch, BARRIER_CONSUMERS, shared);
     work_item next = find_next(launch, shared);
 #pragma unroll 1
     do {
@@ -255,10 +257,12 @@ end_barriers(fp8_memory<Shape> *shared)
     }
 }
 
-/* What a thread of the kernel does. */
+/* What a thread of the kernel does. `by_token` is for the fallback: the launch itself, or in a
+ * launch of tiles, one whose items have one token each. */
 template <typename Shape>
 static __device__ __forceinline__ void
-attend_as_role(const fp8_launch &launch, fp8_memory<Shape> *shared)
+attend_as_role(const fp8_launch &launch, const attention_launch &by_token,
+               fp8_memory<Shape> *shared)
 {
     start(launch, shared);
     if (threadIdx.x >= CONSUMER_THREADS) {
@@ -275,11 +279,17 @@ attend_as_role(const fp8_launch &launch, fp8_memory<Shape> *shared)
         typedef shared_memory<typename Shape::Portable> portable_memory;
         static_assert(sizeof(portable_memory) <= offsetof(fp8_memory<Shape>, fallback_bits),
                       "marks outlive the rest");
-        run_fallback(launch, Shape::FALLBACK_TILES, shared->fallback_bits, &shared->order,
-                     (portable_memory *)shared);
+        if constexpr (Shape::TILED) {
+            run_tile_fallback(launch, by_token, shared->fallback_bits, &shared->order,
+                              (portable_memory *)shared);
+        } else {
+            run_fallback(launch, Shape::FALLBACK_TILES, shared->fallback_bits, &shared->order,
+                         (portable_memory *)shared);
+        }
         if (has_parts(launch.base, shared->order)) {
-            fold_cut_items<!Shape::Row::HAS_SCALES>(launch.base, Shape::HEADS, BARRIER_CONSUMERS,
-                                                    &shared->order);
+            fold_cut_items<!Shape::Row::HAS_SCALES, Shape::TILED>(launch.base, Shape::HEADS,
+                                                                  BARRIER_CONSUMERS,
+                                                                  &shared->order);
         }
     }
 }
@@ -289,7 +299,7 @@ __global__ void
 __launch_bounds__(FP8_THREADS, 1) attend_fp8(const __grid_constant__ fp8_launch launch)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
-    attend_as_role(launch, (fp8_memory<Shape> *)memory);
+    attend_as_role(launch, launch.base, (fp8_memory<Shape> *)memory);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */

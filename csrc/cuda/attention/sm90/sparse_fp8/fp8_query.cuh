@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
+#include "cuda/attention/sm90/sparse_fp8/tile_limits.cuh"
 
 /* ---- Consumers: query ---------------------------------------------------------------------- */
 
@@ -315,7 +315,11 @@ store_query(const fp8_launch &launch, const thread_index &me, const work_item &n
 {
     const fp8_addresses at = find_addresses(shared, me.group);
     query_part<Shape::Row::QUERY_TILES> part;
-    if (!Shape::Row::HAS_SCALES || launch.fetches_query) {
+    int32_t token_end = 0;
+    if constexpr (Shape::TILED) { /* loaded here to hide its latency */
+        token_end = load_token_end(launch.base, next);
+    }
+    if (!Shape::Row::HAS_SCALES || Shape::TILED || launch.fetches_query) {
         wait_for_query(shared, *state);
     } else {
         copy_query(launch.base.params.queries, next, shared);
@@ -325,6 +329,9 @@ store_query(const fp8_launch &launch, const thread_index &me, const work_item &n
     publish_query_max(me, part, shared, head_max);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last item any more */
     begin_item(launch, next, shared);
+    if constexpr (Shape::TILED) {
+        leave_limits(launch.base, token_end, shared);
+    }
     if (me.group == 1) {
         clear_weights(me, shared);
     }

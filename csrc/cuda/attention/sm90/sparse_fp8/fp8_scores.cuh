@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "cuda/attention/sm90/sparse_fp8/fp8_common.cuh"
+#include "cuda/attention/sm90/sparse_fp8/tile_limits.cuh"
 
 /* A new reference minus the maximum rounded up, as an exponent: in an item's last step, and where
  * at most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. Of so
@@ -292,7 +292,18 @@ find_references(const fp8_launch &launch, const thread_index &me, fp8_memory<Sha
     float *const row_maxima = shared->sums[4 * me.group + me.warp];
     float scores[Shape::HEADS / 2];
     join_scores(shared, *state, scores);
-    leave_row_maxima(scores, shared->score_scale, is_key, me,
+    float scale = shared->score_scale;
+    if constexpr (Shape::TILED) {
+        if (has_hidden_keys(shared, me, *state)) {
+#pragma unroll
+            for (int i = 0; i < Shape::HEADS / 2; i++) {
+                scores[i] *= scale;
+            }
+            hide_keys(launch.base, shared, me, *state, scores);
+            scale = 1.0f;
+        }
+    }
+    leave_row_maxima(scores, scale, is_key, me,
                      [=](int head, float row_max) { row_maxima[head] = row_max; });
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     if (thread < Shape::HEADS) {
@@ -321,7 +332,8 @@ find_references(const fp8_launch &launch, const thread_index &me, fp8_memory<Sha
  * Its weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_exponents(fp8_memory<Shape> *shared, const thread_index &me, consumer<Shape> *state)
+find_exponents(const fp8_launch &launch, fp8_memory<Shape> *shared, const thread_index &me,
+               consumer<Shape> *state)
 {
     const key_masks is_key = find_key_masks(me, state->key_bits);
     const float scale = *(const volatile float *)&shared->score_scale;
@@ -334,6 +346,11 @@ find_exponents(fp8_memory<Shape> *shared, const thread_index &me, consumer<Shape
         ptx_fma_if(&x[1], scale, -reference.y, is_key.first);
         ptx_fma_if(&x[2], scale, -reference.x, is_key.second);
         ptx_fma_if(&x[3], scale, -reference.y, is_key.second);
+    }
+    if constexpr (Shape::TILED) {
+        if (has_hidden_keys(shared, find_thread_index_again(), *state)) {
+            hide_keys(launch.base, shared, find_thread_index_again(), *state, state->scores);
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 /* fp8_shape.cuh: the template parameters of the kernels attention_fp8_sm90.cu,
- * attention_fp8_dense_sm90.cu and attention_fp8_e4m3_sm90.cu, and what follows from them: sizes of
- * the ring and of tiles of heads, how keys are found and counted, and which kernel stands in.
+ * attention_fp8_dense_sm90.cu, attention_fp8_e4m3_sm90.cu and attention_fp8_tiles_sm90.cu, and what
+ * follows from them: sizes of the ring and of tiles of heads, how keys are found and counted, and
+ * which kernel stands in.
  */
 #pragma once
 
@@ -55,13 +56,28 @@ template <> struct only_key<true> {
     typedef listed_position type;
 };
 
-template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_shape {
+/* Which keys the tokens of an item see (tile_limits.cuh); nothing where an item is one token. */
+template <bool TILED> struct tile_limits {};
+
+template <> struct tile_limits<true> {
+    alignas(
+        4) uint8_t hidden[SMLA_TILE_TOKENS]; /* last keys of the tile that a token does not see */
+    int32_t end;                             /* where the keys of the tile end */
+    int32_t last_step[2]; /* where an item's last step begins, for items in turn */
+};
+
+template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false, bool TILED_ = false>
+struct fp8_shape {
     typedef ring_row<ROW> Row;
     typedef ring_granule<Row> Granule;
     static constexpr int HEADS = HEADS_;
     static constexpr bool MAXIMA = MAXIMA_; /* the caller wants max_logits */
     /* A dense call: keys are ranges of positions (range_gather.cuh), not lists of indices. */
     static constexpr bool RANGED = RANGED_;
+    /* An item is a tile of rows: the heads of several query tokens (find_row_item). */
+    static constexpr bool TILED = TILED_;
+    static_assert(RANGED || !TILED, "tokens of a request see ranges");
+    typedef tile_limits<TILED_> Limits;
     typedef typename only_key<RANGED>::type OnlyKey;
     static constexpr int GRANULES_OF_64 = /* with 64 heads and without maxima */
         Row::ROPE_IS_VALUE ? 15
@@ -96,7 +112,7 @@ template <int ROW, int HEADS_, bool MAXIMA_, bool RANGED_ = false> struct fp8_sh
                  Row::ROPE_IS_VALUE ? SMLA_ROWS_512
                  : Row::HAS_SCALES  ? SMLA_ROWS_FP8
                                     : SMLA_ROWS_E4M3_576,
-                 RANGED, false, true>
+                 RANGED, false, true, TILED>
         Portable;
 };
 

@@ -270,7 +270,7 @@ add_blocks(const fp8_launch &launch, fp8_memory<Shape> *shared, const fp8_addres
         add_values(batch < BLOCK_GRANULES ? weights.other : weights.own, batch % BLOCK_GRANULES,
                    batch & 1, state);
         if (batch == 0) {
-            find_exponents(shared, me, state);
+            find_exponents(launch, shared, me, state);
             /* the other group has added this group's last block, or the zeros before group 1's */
             ptx_mbarrier_wait(at.values_added + 8 * me.group,
                               (state->phase >> 1 ^ me.group ^ 1) & 1);
@@ -317,11 +317,14 @@ add_up_head(const fp8_memory<Shape> *shared, int head, float *sum, float *row_ma
  * load them. */
 template <typename Shape>
 static __device__ __forceinline__ void
-leave_sinks(const smla_sinks &sinks, const thread_index &me, fp8_memory<Shape> *shared)
+leave_sinks(const attention_launch &launch, const smla_sinks &sinks, const thread_index &me,
+            fp8_memory<Shape> *shared)
 {
     const int head = SMLA_WARP_LANES * me.warp + me.lane;
     if (sinks.values != NULL && head < shared->current_item.num_heads) {
-        const float sink = sinks.values[(shared->current_item.first_head + head) * sinks.stride];
+        const int of_token = Shape::TILED ? head - token_of_row(launch, head) * launch.token_heads
+                                          : shared->current_item.first_head + head;
+        const float sink = sinks.values[of_token * sinks.stride];
         shared->factor[0][head] = sink;
         shared->factor[1][head] = sink;
     }
@@ -393,12 +396,14 @@ leave_heads(const fp8_launch &launch, const work_item &item, const fp8_memory<Sh
 {
     const int head = ptx_forget((int)threadIdx.x);
     if (head < item.num_heads) {
+        const work_item of_row = find_row_item<Shape::TILED>(launch.base, item, head);
         float reference, sum, row_max;
         find_head_state(shared, head, &reference, &sum, &row_max);
         if (item.first_row == NOT_PARTIAL) {
-            leave_head(launch.base, item, head, reference, row_max, sum, true);
+            leave_head(launch.base, of_row, head, reference, row_max, sum, true);
         } else {
-            leave_halves(launch.base, item, head, reference, row_max, sum, find_half_unit(shared));
+            leave_halves(launch.base, of_row, head, reference, row_max, sum,
+                         find_half_unit(shared));
         }
     }
 }

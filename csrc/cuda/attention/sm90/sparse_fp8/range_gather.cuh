@@ -49,7 +49,8 @@ count_split_columns(const attention_launch &launch, int32_t token)
                (uint32_t)visible.least_split_columns);
 }
 
-/* find_dense_columns in 32 bits. An item without heads has no keys. */
+/* find_dense_columns in 32 bits. An item without heads has no keys. TILED: those of a tile. */
+template <bool TILED>
 static __device__ __forceinline__ column_range
 find_range(const attention_launch &launch, const work_item &item)
 {
@@ -58,10 +59,12 @@ find_range(const attention_launch &launch, const work_item &item)
     if (item.num_heads == 0) {
         return range;
     }
-    uint32_t begin = (uint32_t)keys.begin[item.token];
-    uint32_t end = min((uint32_t)keys.end[item.token], (uint32_t)keys.topk);
+    const int32_t token = first_token_of<TILED>(launch, item.token);
+    uint32_t begin = (uint32_t)keys.begin[token];
+    uint32_t end =
+        min((uint32_t)keys.end[last_token_of<TILED>(launch, item.token)], (uint32_t)keys.topk);
     if (launch.params.results.num_splits > 1) {
-        const uint32_t columns = count_split_columns(launch, item.token);
+        const uint32_t columns = count_split_columns(launch, token);
         begin = max(begin, (uint32_t)item.split * columns);
         end = min(end, (uint32_t)(item.split + item.num_segments) * columns);
     }
@@ -108,6 +111,7 @@ load_entry(const attention_launch &launch, range_stream *stream)
 
 /* Opens a stream at the first step of an item. The lane's key is number lane % 4 of the warp's four
  * in granule lane / 4. */
+template <bool TILED>
 static __device__ __forceinline__ range_stream
 open_range(const attention_launch &launch, const work_item &item, const column_range &range)
 {
@@ -119,7 +123,8 @@ open_range(const attention_launch &launch, const work_item &item, const column_r
     stream.position = find_first_position(range) + lane / GATHER_KEYS * GRANULE_KEYS +
                       find_gather_warp() * GATHER_KEYS + lane % GATHER_KEYS;
     stream.entries =
-        map.block_table + map.req_id_per_token[item.token] * map.block_table_stride_req;
+        map.block_table + map.req_id_per_token[first_token_of<TILED>(launch, item.token)] *
+                              map.block_table_stride_req;
     load_entry(launch, &stream);
     return stream;
 }
@@ -228,8 +233,8 @@ gather_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
     const uint32_t planned = state.base + (uint32_t)offsetof(fp8_memory<Shape>, order.planned);
     ptx_wait_for_grids();
     work_item item = find_numbered_item<true>(launch.base, (int)blockIdx.x, Shape::HEADS);
-    column_range range = find_range(launch.base, item);
-    range_stream stream = open_range(launch.base, item, range);
+    column_range range = find_range<Shape::TILED>(launch.base, item);
+    range_stream stream = open_range<Shape::TILED>(launch.base, item, range);
     if (launch.fetches_query) {
         fetch_query<Shape>(launch, item, state.base);
     }
@@ -237,7 +242,7 @@ gather_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
     wait_for_order(launch.base.num_segments > 1, planned);
     if (is_first_cut(launch.base, shared->order)) {
         item = find_ordered_item(launch.base, nth_item(true, 0, &shared->order, 0), Shape::HEADS);
-        range = find_range(launch.base, item);
+        range = find_range<Shape::TILED>(launch.base, item);
         stream.end = (uint32_t)range.end;
         load_entry(launch.base, &stream);
     }
@@ -246,6 +251,10 @@ gather_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
         const uint32_t turn = (uint32_t)n & 1;
         const int32_t num_steps = count_range_steps(range);
         if (threadIdx.x == CONSUMER_THREADS) {
+            if constexpr (Shape::TILED) {
+                shared->limits.last_step[turn] =
+                    (int32_t)find_first_position(range) + (num_steps - 1) * STEP_KEYS;
+            }
             publish_steps(list_steps{num_steps, 0, 0}, turn, shared);
         }
 #pragma unroll 1
@@ -258,8 +267,8 @@ gather_ranges(const fp8_launch &launch, fp8_memory<Shape> *shared)
             break;
         }
         item = find_ordered_item(launch.base, idx, Shape::HEADS);
-        range = find_range(launch.base, item);
-        stream = open_range(launch.base, item, range);
+        range = find_range<Shape::TILED>(launch.base, item);
+        stream = open_range<Shape::TILED>(launch.base, item, range);
         begin_next_item<Shape>(launch, item, turn, state.base, shared);
     }
 }
