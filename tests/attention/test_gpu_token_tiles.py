@@ -116,6 +116,7 @@ def test_rows_with_one_key(sink, heads, fmt):
     check(make([1, 2, 3, 4, 5, 300], queries=4, heads=heads, fmt=fmt, sink=sink))
 
 
+@pytest.mark.sanitizer
 def test_rows_with_one_key_among_holes():
     """Only two keys have pages, and the first token sees one of them."""
     case = make([700], queries=2, heads=16, block_size=1)
@@ -165,6 +166,7 @@ def test_numbers_of_requests(heads, count):
             assert_same_bits(other[name], x, name)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("fmt", FORMATS[:2])
 @pytest.mark.parametrize("queries", [2, 4])
 def test_items_are_cut(queries, fmt):
@@ -173,6 +175,7 @@ def test_items_are_cut(queries, fmt):
     check(make(lens, queries=queries, heads=16, fmt=fmt, sink=True))
 
 
+@pytest.mark.sanitizer
 def test_a_part_goes_to_the_portable_code():
     """Only one part of a tile that is cut has logits that are too large."""
     case = make([5000 if i == 7 else 150 for i in range(100)], heads=16, key_std=0.1, scale=1.0)
@@ -200,6 +203,7 @@ def test_keys_that_grow(heads):
     check(case)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("fmt", FORMATS[:2])
 def test_a_heavy_key_that_one_token_does_not_see(fmt):
     """It must not become the reference of that token's rows."""
