@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import picker, random_bf16
+from cases import int32, picker, random_bf16
 from dense_cases import Dense, Mask, has_rope, takes_e4m3
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
@@ -453,10 +453,6 @@ def call(**changes):
         "softmax_scale": 1.0,
     }
     return attend(**(arguments | changes))
-
-
-def int32(*values):
-    return np.array(values, np.int32)
 
 
 UNIFORM = {"q": np.ones((1, 1, 2, 576), ref.BF16)}

@@ -33,8 +33,9 @@ from bounds import (
     workspace_size,
     zeros,
 )
+from cases import int32
 from dlpack_producer import Producer
-from example import F32, U8, int32
+from example import F32, U8
 
 import sparse_mla
 

@@ -7,16 +7,13 @@ import re
 import numpy as np
 import pytest
 import reference as ref
+from cases import int32
 
 from sparse_mla.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 
 def bf16(*shape) -> np.ndarray:
     return np.ones(shape, ref.BF16)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 KVCACHE = {

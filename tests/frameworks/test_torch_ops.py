@@ -3,7 +3,6 @@
 With SMLA_DEVICE=cuda the tensors are on the GPU; test_gpu_torch_ops.py tests streams and graphs.
 """
 
-import doctest
 import io
 import shutil
 import subprocess
@@ -15,7 +14,13 @@ import numpy as np
 import operators
 import pytest
 import reference as ref
-from helpers import assert_error_text, assert_same_bits, find_framework, run_examples
+from helpers import (
+    assert_error_text,
+    assert_same_bits,
+    find_framework,
+    run_docstrings,
+    run_examples,
+)
 
 import sparse_mla
 
@@ -46,7 +51,7 @@ def smla(place):
 
 
 CALLS = operators.FRAMEWORK_CALLS
-OVERLOADS = [(op, name) for op in CALLS for name in ("default", *operators.FACTS[op].overloads)]
+OVERLOADS = [(op, name) for op in CALLS for name in operators.FACTS[op].overloads]
 
 
 def moved(op: str, place, *, keep_results: bool = False) -> operators.Call:
@@ -142,13 +147,7 @@ def test_lists_of_parts(place, smla):
 
 
 def test_docstring_examples_run(smla):
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = [test for test in finder.find(smla) if test.examples]
-    assert {f"{smla.__name__}.{op}" for op in CALLS} < {test.name for test in tests}
-    report = []
-    for test in tests:
-        doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
-    assert not report, "".join(report)
+    run_docstrings(smla, CALLS)
 
 
 @needs_compiler

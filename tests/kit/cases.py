@@ -15,6 +15,10 @@ import reference as ref
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 
 
+def int32(*values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
 def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
     return ref.to_bf16(rng.normal(0, std, shape))
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import cases
 import numpy as np
 import reference as ref
-from example import Example, int32
+from cases import int32
+from example import Example
 
 from sparse_mla import ops
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import doctest
 import importlib
 import os
 import platform
@@ -12,7 +13,9 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import device
 import numpy as np
@@ -520,3 +523,14 @@ def run_examples(page: str, word: str) -> None:
     assert chosen, f"no example with {word} in {page}"
     for block in chosen:
         exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+def run_docstrings(module: ModuleType, names: Iterable[str]) -> None:
+    """Runs the examples of a module's docstrings, which those of `names` must have."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(module)
+    tests = [test for test in found if test.examples]
+    assert {f"{module.__name__}.{name}" for name in names} < {test.name for test in tests}
+    report: list[str] = []
+    for test in tests:
+        doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
+    assert not report, "".join(report)

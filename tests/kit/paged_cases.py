@@ -20,10 +20,6 @@ from varlen_cases import DTYPES, Varlen, spread
 LAYOUTS = ("apart", "row", "page", "heads")
 
 
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def assert_same(got: dict, want: dict) -> None:
     for name in ("out", "lse"):
         assert_same_bits(got[name], want[name], name)

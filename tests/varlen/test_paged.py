@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import picker
+from cases import int32, picker
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import sparse_mla
-from paged_cases import LAYOUTS, Paged, int32
+from paged_cases import LAYOUTS, Paged
 from varlen_cases import F16
 
 attend = sparse_mla.paged_attention

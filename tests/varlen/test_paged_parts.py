@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import reference as ref
 from borders import constants, on_any_threads
+from cases import int32
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import ISAS, sparse_mla
-from paged_cases import LAYOUTS, Paged, assert_same, int32
+from paged_cases import LAYOUTS, Paged, assert_same
 from varlen_cases import F16
 
 import sparse_mla as package

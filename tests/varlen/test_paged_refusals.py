@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 import reference as ref
+from cases import int32
 from device import ON_CUDA
 from library import sparse_mla
-from paged_cases import int32
 
 attend = sparse_mla.paged_attention
 

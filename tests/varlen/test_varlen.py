@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import picker, random_bf16
+from cases import int32, picker, random_bf16
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
@@ -16,10 +16,6 @@ from varlen_cases import F16, Varlen
 
 attend = sparse_mla.varlen_attention
 CAUSAL = Mask(causal=True)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def check(case: Varlen) -> dict:
