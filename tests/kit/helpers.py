@@ -13,7 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -510,6 +510,15 @@ def mode_after(mode: int, run) -> int:
     with float_mode(mode):
         run()
         return read_float_mode()
+
+
+def check_seeds(seeds: Iterable[int], check: Callable[[int], object]) -> None:
+    """Checks what each seed draws; a failure tells its seed."""
+    for seed in seeds:
+        try:
+            check(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 # --- documentation -------------------------------------------------------------------------------

@@ -130,12 +130,6 @@ def refuses(words: str, error: type = ValueError):
     return pytest.raises(error, match=f"^{re.escape(f'paged_attention: {words}')}")
 
 
-@pytest.mark.parametrize(("changes", "words"), ERRORS)
-def test_errors(changes, words):
-    with refuses(words):
-        call(**changes)
-
-
 @pytest.mark.parametrize(
     "cp", [(2, 2, 1), (-1, 2, 1), (0, 2, 0), (0, -1, 1), (0, 0, 1), (0, 2, 2**31)]
 )
@@ -173,9 +167,12 @@ TYPE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), TYPE_ERRORS)
-def test_type_errors(changes, words):
-    with refuses(words, TypeError):
+@pytest.mark.parametrize(
+    ("changes", "words", "error"),
+    [*((*row, ValueError) for row in ERRORS), *((*row, TypeError) for row in TYPE_ERRORS)],
+)
+def test_errors(changes, words, error):
+    with refuses(words, error):
         call(**changes)
 
 
