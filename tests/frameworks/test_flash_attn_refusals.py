@@ -144,15 +144,12 @@ def expect(error: type, words: str):
     return pytest.raises(error, match=f"^{re.escape(words)}")
 
 
-@pytest.mark.parametrize(("changes", "words"), ERRORS)
-def test_errors(changes, words):
-    with expect(ValueError, f"flash_attn_with_kvcache: {words}"):
-        flash_attn_with_kvcache(**(KVCACHE | changes))
-
-
-@pytest.mark.parametrize(("changes", "words"), TYPE_ERRORS)
-def test_type_errors(changes, words):
-    with expect(TypeError, f"flash_attn_with_kvcache: {words}"):
+@pytest.mark.parametrize(
+    ("changes", "words", "error"),
+    [*((*row, ValueError) for row in ERRORS), *((*row, TypeError) for row in TYPE_ERRORS)],
+)
+def test_errors(changes, words, error):
+    with expect(error, f"flash_attn_with_kvcache: {words}"):
         flash_attn_with_kvcache(**(KVCACHE | changes))
 
 

@@ -5,8 +5,6 @@ With SMLA_DEVICE=cuda the tensors are on the GPU; test_gpu_torch_ops.py tests st
 
 import io
 import shutil
-import subprocess
-import sys
 
 import cases
 import device
@@ -20,6 +18,7 @@ from helpers import (
     find_framework,
     run_docstrings,
     run_examples,
+    run_python,
 )
 
 import sparse_mla
@@ -158,7 +157,7 @@ def test_the_page_s_example_runs(smla):
 
 def test_import_without_pytorch():
     code = "import sys; sys.modules['torch'] = None; import sparse_mla.integrations.torch"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert "ImportError: sparse_mla.integrations.torch needs PyTorch" in done.stderr
 
 
