@@ -7,14 +7,9 @@ import re
 import numpy as np
 import pytest
 import reference as ref
-from cases import int32
+from cases import bf16, int32
 
 from sparse_mla.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
-
 
 KVCACHE = {
     "q": bf16(2, 3, 4, 16),

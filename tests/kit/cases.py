@@ -19,6 +19,16 @@ def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def bf16(*shape) -> np.ndarray:
+    """Ones."""
+    return np.ones(shape, ref.BF16)
+
+
+def e4m3(*shape) -> np.ndarray:
+    """Ones."""
+    return np.ones(shape, ref.E4M3)
+
+
 def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
     return ref.to_bf16(rng.normal(0, std, shape))
 

@@ -6,20 +6,11 @@ import re
 
 import numpy as np
 import pytest
-import reference as ref
-from cases import int32
+from cases import bf16, e4m3, int32
 from device import ON_CUDA
 from library import sparse_mla
 
 attend = sparse_mla.paged_attention
-
-
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
-
-
-def e4m3(*shape) -> np.ndarray:
-    return np.ones(shape, ref.E4M3)
 
 
 def call(**changes):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import int32, picker, random_bf16
+from cases import bf16, e4m3, int32, picker, random_bf16
 from dense_cases import MASK_ROWS, Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds, check_seeds
@@ -395,14 +395,6 @@ def test_strided_vectors():
 
 
 # --- errors --------------------------------------------------------------------------------------
-
-
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
-
-
-def e4m3(*shape) -> np.ndarray:
-    return np.ones(shape, ref.E4M3)
 
 
 def call(**changes):

@@ -102,7 +102,7 @@ def write_rows(values: np.ndarray, fmt: str) -> np.ndarray:
     return cache
 
 
-def set_scales(scale: float, arrays: Arrays) -> None:
+def set_scales(scale: Any, arrays: Arrays) -> None:
     """Of fp8_ds_mla rows, which have scales between 512 codes and the RoPE values."""
     rows = arrays["kv_cache"].reshape(-1, FP8_ROW_BYTES)
     rows[:, 512 : 512 + 16].view(np.float32)[:] = scale
@@ -262,7 +262,7 @@ def read(op: str, dtype: str = "bfloat16") -> Case:
         return arguments.gather("fp8_ds_mla", 1, SLOTS)
 
     scales = (1e-30, 1e-36, 1.2e-38, 1e-40)
-    kinds = {f"scales {x:.0e}": partial(set_scales, x) for x in scales}
+    kinds: dict[str, Edit] = {f"scales {x:.0e}": partial(set_scales, x) for x in scales}
     return Case(op, make, kinds, f"fp8_ds_mla to {dtype}")
 
 
@@ -378,7 +378,8 @@ def compress(ratio: int) -> Case:
         arrays["state"][..., columns] *= np.float32(factor)
 
     values, scores = partial(scale, slice(dim)), partial(scale, slice(dim, None))
-    kinds = {f"values {x:.0e}": partial(values, x) for x in (1e-20, 1e-36, 1e-38, 1e-40)}
+    small = (1e-20, 1e-36, 1e-38, 1e-40)
+    kinds: dict[str, Edit] = {f"values {x:.0e}": partial(values, x) for x in small}
     kinds |= {f"scores tens apart (x {x})": partial(scores, x) for x in (30, 60)}
     return Case("compress_norm_rope_store", make, kinds, f"ratio {ratio}")
 
