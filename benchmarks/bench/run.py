@@ -20,24 +20,10 @@ from bench.common.summary import summarise
 from bench.common.timing import Effort, Table, describe_error, interleave
 from sparse_mla import _info
 
-# The tables of a device in their order -> the module that measures them, which may import PyTorch.
-CPU_TABLES = {
+# The tables in their order -> the module that measures them, which may import PyTorch. Those in
+# bench/tables are of both devices.
+TABLES = {
     "attention": "cpu.attention",
-    "v4": "tables.v4",
-    "dense": "tables.dense",
-    "varlen": "tables.varlen",
-    "paged": "tables.paged",
-    "paged_layer": "tables.paged_layer",
-    "paged_steps": "tables.paged_steps",
-    "layer": "tables.layer",
-    "bytes": "tables.memory",
-    "projection": "tables.projection",
-    "top_k": "tables.top_k",
-    "calls": "tables.calls",
-    "subnormal": "cpu.subnormal",
-    "sizes": "cpu.sizes",
-}
-CUDA_TABLES = {
     "decode": "cuda.decode",
     "prefill": "cuda.prefill",
     "inputs": "cuda.sent",
@@ -58,7 +44,11 @@ CUDA_TABLES = {
     "lightning": "cuda.lightning",
     "helpers": "cuda.helpers",
     "calls": "tables.calls",
+    "subnormal": "cpu.subnormal",
+    "sizes": "cpu.sizes",
 }
+CPU_TABLES = {name: module for name, module in TABLES.items() if not module.startswith("cuda.")}
+CUDA_TABLES = {name: module for name, module in TABLES.items() if not module.startswith("cpu.")}
 BY_NAME_ONLY = ("subnormal", "sizes")  # about behaviour, not about the machine: measured on request
 WITHOUT_RATES = (
     "paged_layer",
@@ -92,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--only",
-        choices=sorted({*CPU_TABLES, *CUDA_TABLES}),
+        choices=sorted(TABLES),
         help="one of the tables (attention is decode, prefill and inputs on cuda)",
     )
     parser.add_argument(

@@ -93,14 +93,17 @@ def test_rows_behind_the_step_are_zero(package, gpu, cupy, path):
         package.SparseMLA(config).forward(*arrays, metadata, stream=stream)
 
 
+def make_step(package, path):
+    """A builder and a layer, and the arrays of a step for both."""
+    step, config = small_step(), make_config(package, path)
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    return builder, layer, arrays_of(step, path), place(package, step.batch)
+
+
 @pytest.mark.parametrize("path", ["mixed", "separate", "bf16"])
 def test_builds_and_forwards_on_streams_in_turn(package, gpu, cupy, path):
     """A forward waits for the build's copy, and the next build for the forward."""
-    step = small_step()
-    config = make_config(package, path)
-    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
-    arrays = arrays_of(step, path)
-    common = place(package, step.batch)
+    builder, layer, arrays, common = make_step(package, path)
     streams = [gpu.new_stream() for _ in range(4)]
     former = None
     for build_stream, forward_stream in (streams[:2], streams[2:]):
@@ -332,11 +335,7 @@ def test_rows_are_widened_where_there_is_room(package, fmt):
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 def test_a_step_raises_whatever_fails(package, gpu, cupy, path):
     """Also where a call ends its use of the metadata: the next build would not wait for it."""
-    step = small_step()
-    config = make_config(package, path)
-    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
-    arrays = arrays_of(step, path)
-    common = place(package, step.batch)
+    builder, layer, arrays, common = make_step(package, path)
     streams = [gpu.new_stream() for _ in range(2)]
 
     def run() -> None:
@@ -350,10 +349,8 @@ def test_a_step_raises_whatever_fails(package, gpu, cupy, path):
 
 def test_steps_keep_nothing(package, gpu, cupy):
     """Neither builds nor forwards with new results keep anything."""
-    step = small_step()
-    config = make_config(package, "separate")
-    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
-    common = place(package, step.batch)
+    builder, layer, _, common = make_step(package, "separate")
+    step, config = small_step(), layer.config
     arrays = [on_gpu(x) for x in (step.q, step.fp8_cache)] + [CupyArray(step.topk_indices)]
 
     def run():

@@ -28,8 +28,8 @@ import engine
 import numpy as np
 import operators
 import pytest
+from cases import int32
 from dlpack_producer import DTYPES, Producer, api
-from example import int32
 from example_table import TABLE
 from exchange_producer import POISON, Exchanged, LikeTorch, NoLoans
 

@@ -11,7 +11,7 @@ import reference as ref
 from cases import INT32_MAX, INT32_MIN, lay_out_q, make_sink, random_bf16
 from dense_cases import E4M3, KEY_FORMATS, LAYOUTS, MAIN_FORMATS, Cache, has_rope, takes_e4m3
 from device import NAME
-from helpers import assert_within_bounds
+from helpers import assert_merged, assert_within_bounds
 from library import package, sparse_mla
 from pairs import OUTPUTS, Output, Spy, cover, run_table
 from row_formats import ALL_FORMATS
@@ -339,10 +339,9 @@ def make_states(rng, parts: int, case: dict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_merged(got, want, dtype, results) -> None:
-    value, lse, magnitude = want
-    tolerance = ref.merge_tolerance(value, magnitude, dtype)
-    assert ref.worst_ratio(results[0].check(got[0]), value, tolerance) <= 1
-    assert ref.worst_ratio(results[1].check(got[1]), lse, ref.merge_lse_tolerance(lse)) <= 1
+    out, lse = (result.check(x) for result, x in zip(results, got, strict=True))
+    assert out.dtype == dtype
+    assert_merged((out, lse), want)
 
 
 def options_of(rng, case: dict, dtype) -> tuple[dict, list[Output]]:

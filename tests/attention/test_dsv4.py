@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference as ref
-from cases import make_indices, make_sink, random_bf16
+from cases import int32, make_indices, make_sink, random_bf16
 from helpers import Guarded, assert_same_bits, assert_within_bounds
 from library import DEVICE, sparse_mla
 from row_formats import Pages
@@ -208,10 +208,6 @@ def test_one_cache_twice():
     alone = layer.attend(extra_kv_cache=None, extra_indices=None, extra_topk_length=None)
     assert_same_bits(got, alone)
     assert_right(layer, got)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def test_slots_of_a_mixed_batch():

@@ -5,7 +5,7 @@ import device
 import numpy as np
 import pytest
 import reference as ref
-from helpers import Guarded, assert_same_bits
+from helpers import Guarded, assert_merged, assert_parts_are_whole, assert_same_bits
 from library import sparse_mla
 
 pytestmark = pytest.mark.frameworks
@@ -36,12 +36,9 @@ def merge(out_a, lse_a, out_b, lse_b, attn_sink=None, row_gap=0, **options):
 
 
 def check(*state, row_gap=0, **options):
-    out, lse = merge(*state, row_gap=row_gap, **options)
-    want, want_lse, magnitude = ref.merge_attn_states(*state, **options)
-    tolerance = ref.merge_tolerance(want, magnitude, out.dtype)
-    assert ref.worst_ratio(out, want, tolerance) <= 1
-    assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
-    return out, lse
+    got = merge(*state, row_gap=row_gap, **options)
+    assert_merged(got, ref.merge_attn_states(*state, **options))
+    return got
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,12 +99,10 @@ def test_sinks_of_empty_states(dtype):
     out_a[0, 0, 0] = out_b[1, 0, 0] = np.nan
     for sink in ([0.5, -1, 2], [np.inf, -np.inf, 0]):
         out, lse = merge(*state, np.array(sink, np.float32))
-        want, want_lse, magnitude = ref.merge_attn_states(
+        want = ref.merge_attn_states(
             np.nan_to_num(ref.to_f32(out_a)), lse_a, np.nan_to_num(ref.to_f32(out_b)), lse_b, sink
         )
-        tolerance = ref.merge_tolerance(want, magnitude, out.dtype)
-        assert ref.worst_ratio(out, want, tolerance) <= 1
-        assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
+        assert_merged((out, lse), want)
         assert_same_bits(out[2], out_a[2], "neither")
 
 
@@ -201,13 +196,5 @@ def test_merge_of_two_halves_is_the_whole():
             case.q, case.kv, case.indices[:, columns], **case.options
         )
         halves += [out, lse]
-    out, lse = sparse_mla.merge_attn_states(*halves)
-    # Each half may be off by its bound, and their sums of p|v| add up to that of the whole. The
-    # merge adds its own rounding.
-    merged, merged_lse, magnitude = ref.merge_attn_states(*halves)
-    merge_error = ref.merge_tolerance(merged, magnitude, ref.BF16)
-    tolerance = 2 * want.out_tolerance(**device.BOUNDS) + merge_error
-    empty = np.isneginf(want.lse)[..., None]
-    assert ref.worst_ratio(out, want.out, np.where(empty, 1e-300, tolerance)) <= 1
-    lse_tolerance = want.lse_tolerance(**device.BOUNDS) + ref.merge_lse_tolerance(merged_lse)
-    assert ref.worst_ratio(lse, want.lse, lse_tolerance) <= 1
+    got = sparse_mla.merge_attn_states(*halves)
+    assert_parts_are_whole(got, want, ref.merge_attn_states(*halves))

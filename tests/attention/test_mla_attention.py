@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import picker, random_bf16
-from dense_cases import Dense, Mask, has_rope, takes_e4m3
+from cases import int32, picker, random_bf16
+from dense_cases import MASK_ROWS, Dense, Mask, has_rope, takes_e4m3
 from device import ON_CUDA
-from helpers import assert_same_bits, assert_within_bounds
+from helpers import assert_same_bits, assert_within_bounds, check_seeds
 from library import sparse_mla
 
 attend = sparse_mla.mla_attention
@@ -28,20 +28,8 @@ def check(case: Dense) -> dict:
 
 # --- masks ---------------------------------------------------------------------------------------
 
-# n_q, n_k, mask, and a row per query of the keys that it sees
-MASKS = [
-    (2, 5, Mask(causal=True), "11110 11111"),
-    (5, 2, Mask(causal=True), "00 00 00 10 11"),
-    (3, 5, Mask(window=(1, 1)), "01110 00111 00011"),
-    (3, 5, Mask(causal=True, window=(1, 0)), "01100 00110 00011"),
-    (4, 6, Mask(causal=True, chunk=4), "111000 111100 000010 000011"),
-    (2, 3, Mask(), "111 111"),
-    (3, 4, Mask(causal=True, window=(0, 5)), "0100 0010 0001"),
-    (6, 4, Mask(chunk=2), "0000 0000 1100 1100 0011 0011"),
-]
 
-
-@pytest.mark.parametrize(("n_q", "n_k", "mask", "rows"), MASKS)
+@pytest.mark.parametrize(("n_q", "n_k", "mask", "rows"), MASK_ROWS)
 def test_masks(n_q, n_k, mask, rows):
     """One key is its own value, so a cache of unit vectors shows which keys a query has."""
     seen = np.array([[mask.sees(j, n_k - n_q + i) for j in range(n_k)] for i in range(n_q)])
@@ -145,12 +133,7 @@ def draw(seed: int) -> Dense:
 
 @pytest.mark.parametrize("block", range(10))
 def test_random_batches(block):
-    for seed in range(40 * block, 40 * block + 40):
-        case = draw(seed)
-        try:
-            check(case)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    check_seeds(range(40 * block, 40 * block + 40), lambda seed: check(draw(seed)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -453,10 +436,6 @@ def call(**changes):
         "softmax_scale": 1.0,
     }
     return attend(**(arguments | changes))
-
-
-def int32(*values):
-    return np.array(values, np.int32)
 
 
 UNIFORM = {"q": np.ones((1, 1, 2, 576), ref.BF16)}

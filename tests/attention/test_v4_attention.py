@@ -69,11 +69,8 @@ class V4Inputs(AttentionInputs):
         return replace(super().rows(part), lists=[keys.rows(part) for keys in self.lists])
 
     def reference(self) -> ref.Attention:
-        query = (
-            ref.e4m3_decode(self.q).astype(np.float64)
-            if self.q.dtype == E4M3
-            else ref.to_f32(self.q).astype(np.float64)
-        )
+        decode = ref.e4m3_decode if self.q.dtype == E4M3 else ref.to_f32
+        query = decode(self.q).astype(np.float64)
         scale = self.options["softmax_scale"] * self.options.get("q_scale", 1.0)
         keys = [np.concatenate([keys.chosen(t) for keys in self.lists]) for t in range(len(query))]
         has_scales = any(k.pages.format.scales not in ("none", "ue8m0", "e4m3") for k in self.lists)
@@ -124,35 +121,15 @@ class V4Case:
 
     def make(self) -> V4Inputs:
         rng = np.random.default_rng([self.seed, self.T, self.H, self.K])
-        pages = max(2, 128 // self.block_size)
-        lists = [
-            make_keys(
-                rng,
-                self.T,
-                self.K,
-                self.fmt,
-                data=self.data,
-                lengths=self.lengths,
-                pages=pages,
-                block_size=self.block_size,
-                layout=self.layout,
-            )
-        ]
+        both = {"data": self.data, "lengths": self.lengths}
+        size = self.block_size
+        pages = {"pages": max(2, 128 // size), "block_size": size, "layout": self.layout}
+        lists = [make_keys(rng, self.T, self.K, self.fmt, **both, **pages)]
         if self.extra:
-            lists.append(
-                make_keys(
-                    rng,
-                    self.T,
-                    self.extra_K,
-                    self.extra,
-                    prefix="extra_",
-                    data=self.data,
-                    lengths=self.lengths,
-                    pages=max(2, 100 // self.extra_block_size),
-                    block_size=self.extra_block_size,
-                    layout=self.extra_layout,
-                )
-            )
+            size = self.extra_block_size
+            pages = {"pages": max(2, 100 // size), "block_size": size, "layout": self.extra_layout}
+            both["prefix"] = "extra_"
+            lists.append(make_keys(rng, self.T, self.extra_K, self.extra, **both, **pages))
         q = random_bf16(rng, self.T, self.H, 512)
         options = {"softmax_scale": 512**-0.5}
         if self.e4m3:

@@ -17,23 +17,22 @@ enum { MAX_JOBS = 16, MAX_OUTS = 2, NUM_CALLERS = 4, SHARED_COLUMNS = 3 << 17 };
 
 /* A call, and its results. */
 typedef struct job {
-    const char *name;
-    smla_status (*call)(const any_args *, smla_error *);
+    const operator_case *op;
     any_args args;
     const array *outs[MAX_OUTS];
     bool can_end; /* its threads ask whether the call is ended */
 } job;
 
+/* Adds a call of the operator with this number, which has one result or two. */
 static job *
-add_job(job *jobs, int *num_jobs, const char *name,
-        smla_status (*call)(const any_args *, smla_error *), any_args args)
+add_job(job *jobs, int *num_jobs, int number, any_args args, const array *out, const array *second)
 {
     if (*num_jobs == MAX_JOBS) {
         printf("out of jobs\n");
         exit(2);
     }
     job *const added = &jobs[(*num_jobs)++];
-    *added = (job){.name = name, .call = call, .args = args, .can_end = true};
+    *added = (job){.op = &operators[number], .args = args, .outs = {out, second}, .can_end = true};
     return added;
 }
 
@@ -57,9 +56,7 @@ add_scaled(job *jobs, int *num_jobs, int64_t rows, int64_t columns, int64_t grou
                                       .descale = &descale->tensor,
                                       .group_rows = 1,
                                       .group_columns = group}};
-    job *const added = add_job(jobs, num_jobs, "scaled_quantize", call_scaled_quantize, args);
-    added->outs[0] = out;
-    added->outs[1] = descale;
+    add_job(jobs, num_jobs, OP_scaled_quantize, args, out, descale);
 }
 
 /* One long row that threads share, or short rows. */
@@ -75,9 +72,7 @@ add_top_k(job *jobs, int *num_jobs, int64_t rows, int64_t columns)
                                      .k = 100,
                                      .out = &out->tensor,
                                      .values = &values->tensor}};
-    job *const added = add_job(jobs, num_jobs, "top_k_per_row", call_top_k_per_row, args);
-    added->outs[0] = out;
-    added->outs[1] = values;
+    add_job(jobs, num_jobs, OP_top_k_per_row, args, out, values);
 }
 
 /* Few tokens, whose parts run in parallel and are folded in parallel, or many. */
@@ -100,9 +95,7 @@ add_attention(job *jobs, int *num_jobs, int64_t tokens, int64_t heads, int64_t t
                                    .lse = &lse->tensor,
                                    .workspace = ZEROS(uint8, 48 << 20),
                                    .softmax_scale = 0.1}};
-    job *const added = add_job(jobs, num_jobs, "sparse_attention", call_sparse_attention, args);
-    added->outs[0] = out;
-    added->outs[1] = lse;
+    add_job(jobs, num_jobs, OP_sparse_attention, args, out, lse);
 }
 
 static smla_indexer_logits_args
@@ -125,7 +118,7 @@ add_logits(job *jobs, int *num_jobs, int64_t tokens, int64_t keys)
     array *const out = ARRAY(fp32, tokens, keys);
     any_args args = {.logits = make_logits_args(tokens, keys)};
     args.logits.out = &out->tensor;
-    add_job(jobs, num_jobs, "indexer_logits", call_indexer_logits, args)->outs[0] = out;
+    add_job(jobs, num_jobs, OP_indexer_logits, args, out, NULL);
 }
 
 static void
@@ -144,7 +137,7 @@ add_lightning(job *jobs, int *num_jobs, int64_t tokens, int64_t keys)
                                          .out = &out->tensor,
                                          .max_logits_bytes = 8 * 4 * keys,
                                          .workspace = ZEROS(uint8, 8 * 4 * keys + 128)}};
-    add_job(jobs, num_jobs, "lightning_indexer", call_lightning_indexer, args)->outs[0] = out;
+    add_job(jobs, num_jobs, OP_lightning_indexer, args, out, NULL);
 }
 
 static void
@@ -155,7 +148,7 @@ add_projection(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                     .q_nope = normal(ARRAY(bf16, tokens, heads, 128)),
                                     .w_uk = normal(ARRAY(bf16, 512, heads, 128)),
                                     .out = &out->tensor}};
-    add_job(jobs, num_jobs, "k_up_proj", call_k_up_proj, args)->outs[0] = out;
+    add_job(jobs, num_jobs, OP_k_up_proj, args, out, NULL);
 }
 
 static void
@@ -174,9 +167,7 @@ add_varlen(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                       .lse = &lse->tensor,
                                       .softmax_scale = 0.1,
                                       .is_causal = 1}};
-    job *const added = add_job(jobs, num_jobs, "varlen_attention", call_varlen_attention, args);
-    added->outs[0] = out;
-    added->outs[1] = lse;
+    add_job(jobs, num_jobs, OP_varlen_attention, args, out, lse);
 }
 
 static void
@@ -196,9 +187,7 @@ add_paged(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                      .out = &out->tensor,
                                      .lse = &lse->tensor,
                                      .softmax_scale = 0.1}};
-    job *const added = add_job(jobs, num_jobs, "paged_attention", call_paged_attention, args);
-    added->outs[0] = out;
-    added->outs[1] = lse;
+    add_job(jobs, num_jobs, OP_paged_attention, args, out, lse);
 }
 
 static void
@@ -214,10 +203,7 @@ add_merge(job *jobs, int *num_jobs, int64_t tokens, int64_t heads)
                                      .out = &out->tensor,
                                      .lse = &lse->tensor,
                                      .tokens_without_context = 7}};
-    job *const added = add_job(jobs, num_jobs, "merge_attn_states", call_merge_attn_states, args);
-    added->outs[0] = out;
-    added->outs[1] = lse;
-    added->can_end = false;
+    add_job(jobs, num_jobs, OP_merge_attn_states, args, out, lse)->can_end = false;
 }
 
 static void
@@ -229,11 +215,7 @@ add_quant(job *jobs, int *num_jobs, int64_t rows, int64_t columns)
                                      .x = normal(ARRAY(bf16, rows, columns)),
                                      .out = &out->tensor,
                                      .scale = &scale->tensor}};
-    job *const added =
-        add_job(jobs, num_jobs, "dynamic_per_tensor_quant", call_dynamic_per_tensor_quant, args);
-    added->outs[0] = out;
-    added->outs[1] = scale;
-    added->can_end = false;
+    add_job(jobs, num_jobs, OP_dynamic_per_tensor_quant, args, out, scale)->can_end = false;
 }
 
 /* The same inputs whenever it is called. */
@@ -273,7 +255,7 @@ are_same(const job *a, const job *b)
 {
     for (int i = 0; i < MAX_OUTS && a->outs[i] != NULL; i++) {
         if (memcmp(a->outs[i]->data, b->outs[i]->data, a->outs[i]->bytes) != 0) {
-            printf("    result %d of %s\n", i, a->name);
+            printf("    result %d of %s\n", i, a->op->name);
             return false;
         }
     }
@@ -293,7 +275,7 @@ make_wanted(job *wanted, int *num_jobs)
     *num_jobs = make_jobs(wanted);
     smla_set_max_threads(1);
     for (int i = 0; i < *num_jobs; i++) {
-        EXPECT_OK(wanted[i].call(&wanted[i].args, &error));
+        EXPECT_OK(wanted[i].op->call(&wanted[i].args, &error));
     }
 }
 
@@ -308,7 +290,7 @@ test_any_number_of_threads(void)
         for (int n = 0; n < NUM_COUNTS; n++) {
             smla_set_max_threads(thread_counts[n]);
             poison_results(&jobs[i]);
-            EXPECT_OK(jobs[i].call(&jobs[i].args, &error));
+            EXPECT_OK(jobs[i].op->call(&jobs[i].args, &error));
             EXPECT(are_same(&jobs[i], &wanted[i]));
         }
     }
@@ -342,7 +324,7 @@ call_interrupted(job *of, binding *by, int64_t after_ns)
                                 .context = by,
                                 .ask_at_ns = smla_clock_ns() + after_ns};
     (void)smla_set_interrupt(&interrupt);
-    const smla_status status = of->call(&of->args, NULL);
+    const smla_status status = of->op->call(&of->args, NULL);
     (void)smla_set_interrupt(NULL);
     return status;
 }
@@ -410,7 +392,7 @@ repeat_call(void *argument)
     caller *const me = argument;
     for (int i = 0; i < NUM_SHORT_CALLS; i++) {
         poison_results(&me->jobs[0]);
-        me->num_failed += me->jobs[0].call(&me->jobs[0].args, NULL) != SMLA_OK;
+        me->num_failed += me->jobs[0].op->call(&me->jobs[0].args, NULL) != SMLA_OK;
         me->num_wrong += !are_same(&me->jobs[0], &me->jobs[1]);
     }
     return NULL;
@@ -446,7 +428,7 @@ test_short_calls_recall_workers(void)
             add_merge(by->jobs, &by->num_jobs, 70, 1);
         }
         smla_set_max_threads(1);
-        EXPECT_OK(by->jobs[1].call(&by->jobs[1].args, &error));
+        EXPECT_OK(by->jobs[1].op->call(&by->jobs[1].args, &error));
     }
     smla_set_max_threads(7);
     for (int i = 0; i < NUM_CALLERS; i++) {

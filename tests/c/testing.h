@@ -384,15 +384,22 @@ next_index(const array *a, int64_t index[MAX_NDIM])
     }
 }
 
+static inline int64_t
+count_elements(const array *a)
+{
+    int64_t count = 1;
+    for (int i = 0; i < a->tensor.ndim; i++) {
+        count *= a->shape[i];
+    }
+    return count;
+}
+
 /* Fills an array of any rank. */
 static inline void
 fill_values(array *a, double (*value)(void), double factor)
 {
     int64_t index[MAX_NDIM] = {0};
-    int64_t count = 1;
-    for (int i = 0; i < a->tensor.ndim; i++) {
-        count *= a->shape[i];
-    }
+    const int64_t count = count_elements(a);
     for (int64_t at = 0; at < count; at++) {
         write_value(a->tensor.dtype, element_at(a, a->tensor.ndim, index), factor * value());
         next_index(a, index);
@@ -441,10 +448,7 @@ static inline bool
 is_poison(const array *a)
 {
     int64_t index[MAX_NDIM] = {0};
-    int64_t count = 1;
-    for (int i = 0; i < a->tensor.ndim; i++) {
-        count *= a->shape[i];
-    }
+    const int64_t count = count_elements(a);
     for (int64_t at = 0; at < count; at++) {
         const uint8_t *bytes = element_at(a, a->tensor.ndim, index);
         for (int i = 0; i < a->tensor.dtype.bits / 8; i++) {

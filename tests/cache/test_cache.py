@@ -4,6 +4,7 @@ import cases
 import numpy as np
 import pytest
 import reference as ref
+from cases import storage
 from helpers import Guarded, assert_same_bf16, assert_same_bits
 from library import sparse_mla
 
@@ -20,13 +21,6 @@ def filled(layout: str, fmt: str, *, pages=4, block_size=5, seed=0) -> np.ndarra
     rows = np.zeros((pages * block_size, width), dtype)
     rows.view(np.uint8)[...] = rng.integers(0, 256, rows.view(np.uint8).shape)
     return cases.lay_out(rows, block_size, layout)
-
-
-def storage(view: np.ndarray) -> np.ndarray:
-    """The whole memory that a view points into, as bytes."""
-    while isinstance(view.base, np.ndarray):
-        view = view.base
-    return view.view(np.uint8)
 
 
 def check_write(cache, kv_c, k_pe, slots, **options) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import reference as ref
 from borders import on_threads
+from cases import storage
 from helpers import Guarded, assert_same_bits
 from library import ISAS, package, sparse_mla
 
@@ -76,13 +77,6 @@ def make_caches(layout, pages, page, heads, dims, dtype, seed=0):
         whole = whole[:pages, :page, :heads]
         k, v = whole[..., 1 : 1 + dim], whole[..., dim + 2 : dim + 2 + value_dim]
     return (whole,), (k, v)
-
-
-def storage(view: np.ndarray) -> np.ndarray:
-    """The whole memory that a view points into, as bytes."""
-    while isinstance(view.base, np.ndarray):
-        view = view.base
-    return view.view(np.uint8)
 
 
 def check_call(call, memory, caches, k, v, slots, *, k_scale=1.0, v_scale=1.0) -> None:

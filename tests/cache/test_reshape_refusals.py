@@ -6,14 +6,10 @@ import re
 
 import numpy as np
 import pytest
-import reference as ref
+from cases import bf16
 from device import ON_CUDA
 from library import sparse_mla
 from numpy.lib.stride_tricks import as_strided
-
-
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
 
 
 def codes(*shape) -> np.ndarray:

@@ -269,13 +269,16 @@ def test_many_rows(fmt, count):
     check(row, src, dst, *draw_slots(rng, count, src[1], dst[1]))
 
 
-def copy_many(repeats: bool) -> bytes:
-    """Slots of dst that are given twice, or not."""
+def draw_many(repeats: bool) -> tuple:
+    """src, dst, and slots of dst that are given twice, or not."""
     rng = np.random.default_rng(11)
-    row = ROWS["fp8_v4"]
-    src, dst = (make_cache(rng, row, "pages", 100, 64) for _ in range(2))
+    src, dst = (make_cache(rng, ROWS["fp8_v4"], "pages", 100, 64) for _ in range(2))
     _, slots = draw_slots(rng, 5000, src[1], dst[1])
-    slots = slots % 900 if repeats else slots
+    return src, dst, slots % 900 if repeats else slots
+
+
+def copy_many(repeats: bool) -> bytes:
+    src, dst, slots = draw_many(repeats)
     package.transfer_kv_cache(src[1], dst[1], np.arange(5000), slots)
     return dst[1].tobytes()
 
@@ -284,12 +287,8 @@ def copy_many(repeats: bool) -> bytes:
 @pytest.mark.parametrize("repeats", [False, True])
 def test_any_number_of_threads(repeats):
     """Where a slot is given twice, the CPU lets the last row win."""
-    rng = np.random.default_rng(11)
-    row = ROWS["fp8_v4"]
-    src, dst = (make_cache(rng, row, "pages", 100, 64) for _ in range(2))
-    _, slots = draw_slots(rng, 5000, src[1], dst[1])
-    slots = slots % 900 if repeats else slots
-    dst[0][:] = transfer(row, src, dst, np.arange(5000), slots)
+    src, dst, slots = draw_many(repeats)
+    dst[0][:] = transfer(ROWS["fp8_v4"], src, dst, np.arange(5000), slots)
     want = dst[1].tobytes()
     for threads in (1, 2, 5):
         assert on_threads(threads, copy_many, repeats) == want

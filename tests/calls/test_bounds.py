@@ -33,8 +33,9 @@ from bounds import (
     workspace_size,
     zeros,
 )
+from cases import int32
 from dlpack_producer import Producer
-from example import F32, U8, int32
+from example import F32, U8
 
 import sparse_mla
 
@@ -76,33 +77,27 @@ def index_lists(op: str, **numbers) -> None:
     assert out.shape[0] == len(lens) == 0
 
 
+def heads(argument: str, op: str, call: Callable) -> tuple:
+    """A row of NUMBERS."""
+    bad = {n: f"`{argument}` must have 1 to 128 heads, got {n}" for n in (0, 129)}
+    return op, call, (1, 128), bad
+
+
 NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
     # what: (operator, call, accepted values, {refused value: text from the argument's name on})
-    "heads of q": (
-        "sparse_attention",
-        lambda n: attend(H=n),
-        (1, 128),
-        {n: f"`q` must have 1 to 128 heads, got {n}" for n in (0, 129)},
-    ),
-    "heads of a pair": (
+    "heads of q": heads("q", "sparse_attention", lambda n: attend(H=n)),
+    "heads of a pair": heads(
+        "q[0]",
         "sparse_attention",
         lambda n: sparse_mla.sparse_attention(
             (zeros(1, n, 512), zeros(1, n, 64)), zeros(1, 1, 576), int32([0]), softmax_scale=1.0
         ),
-        (1, 128),
-        {n: f"`q[0]` must have 1 to 128 heads, got {n}" for n in (0, 129)},
     ),
-    "heads of k_up_proj": (
-        "k_up_proj",
-        lambda n: sparse_mla.k_up_proj(zeros(1, n, 1), zeros(512, n, 1)),
-        (1, 128),
-        {n: f"`q_nope` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    "heads of k_up_proj": heads(
+        "q_nope", "k_up_proj", lambda n: sparse_mla.k_up_proj(zeros(1, n, 1), zeros(512, n, 1))
     ),
-    "heads of v_up_proj": (
-        "v_up_proj",
-        lambda n: sparse_mla.v_up_proj(zeros(1, n, 512), zeros(512, n, 1)),
-        (1, 128),
-        {n: f"`x` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    "heads of v_up_proj": heads(
+        "x", "v_up_proj", lambda n: sparse_mla.v_up_proj(zeros(1, n, 512), zeros(512, n, 1))
     ),
     "groups of o": (
         "grouped_output_projection",
@@ -166,12 +161,7 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
             np.nan: "`softmax_scale` must be finite, got nan",
         },
     ),
-    "heads of pages": (
-        "mla_attention",
-        lambda n: attend_to_pages(H=n),
-        (1, 128),
-        {n: f"`q` must have 1 to 128 heads, got {n}" for n in (0, 129)},
-    ),
+    "heads of pages": heads("q", "mla_attention", lambda n: attend_to_pages(H=n)),
     "splits of pages": (
         "mla_attention",
         lambda n: attend_to_pages(num_splits=n),

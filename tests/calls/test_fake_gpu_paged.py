@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import paged_steps
 import pytest
@@ -72,6 +74,16 @@ def test_a_layer_is_the_cpu_s(package, gpu, cupy, topk):
     assert_same_bits(np.asarray(lse.array), want["lse"])
 
 
+def waits_for_another(gpu, cupy, run, stream) -> bool:
+    """Whether a run on a stream, where arrays are ready, waits for another stream before it
+    launches."""
+    cupy.stream = stream
+    gpu.calls()
+    run()
+    names = [call.split("@")[0] for call in gpu.calls()]
+    return "cudaStreamWaitEvent" in names[: names.index("launch")]
+
+
 @pytest.mark.parametrize("topk", [1, 2])
 def test_builds_and_layers_follow_each_other(package, gpu, cupy, topk):
     """A layer on another stream waits for the build, and the next build for the layer."""
@@ -79,13 +91,7 @@ def test_builds_and_layers_follow_each_other(package, gpu, cupy, topk):
     first, second = (gpu.new_stream(PLACE) for _ in range(2))
     cupy.current = PLACE
 
-    def waits_first(run, stream) -> bool:
-        cupy.stream = stream  # so that arrays are ready there
-        gpu.calls()
-        run()
-        names = [call.split("@")[0] for call in gpu.calls()]
-        return "cudaStreamWaitEvent" in names[: names.index("launch")]
-
+    waits_first = functools.partial(waits_for_another, gpu, cupy)
     made = []
     assert not waits_first(lambda: made.append(engine.build(first)), first)
     assert waits_first(lambda: engine.attend(made[0], second), second)
@@ -147,12 +153,7 @@ def test_replays_and_layers_follow_each_other(package, gpu, cupy, topk):
     metadata = engine.builder.capture("target_verify", 2, 6, **arrays, stream=second)
     engine.attend(metadata, second)
 
-    def waits_first(run, stream) -> bool:
-        cupy.stream = stream
-        gpu.calls()
-        run()
-        names = [call.split("@")[0] for call in gpu.calls()]
-        return "cudaStreamWaitEvent" in names[: names.index("launch")]
+    waits_first = functools.partial(waits_for_another, gpu, cupy)
 
     def replay(stream):
         engine.builder.replay("target_verify", 2, **arrays, stream=stream)

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import reference as ref
+from cases import int32
 from helpers import malloc_bytes
 from test_interrupt import Alarm
 
@@ -38,10 +39,6 @@ def e4m3(*shape: int) -> np.ndarray:
 
 def ones(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
-
-
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 TOKENS, KEYS = 3000, 4096

@@ -14,6 +14,7 @@ import device
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import int32
 from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
 
 import sparse_mla
@@ -22,10 +23,6 @@ pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the times are those of t
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 WIDE = 131072
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 # --- calls with arrays of any width --------------------------------------------------------------

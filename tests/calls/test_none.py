@@ -16,6 +16,7 @@ import numpy as np
 import operators
 import pytest
 import reference as ref
+from cases import int32
 
 import sparse_mla
 from sparse_mla import _C, dense, flash_attn, flash_mla, v4
@@ -28,10 +29,6 @@ HEADS = 2
 
 def bf16(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(0, 1, shape).astype(ref.BF16)
-
-
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 # --- the options ---------------------------------------------------------------------------------

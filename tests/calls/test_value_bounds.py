@@ -20,8 +20,9 @@ from bounds import (
     split_weight,
     zeros,
 )
+from cases import int32
 from dlpack_producer import Producer
-from example import F16, F32, U8, int32, unit_of
+from example import F16, F32, U8, unit_of
 from example_table import TABLE, Refused, bytes_of, frozen, outcome_of
 from helpers import RED
 

@@ -7,7 +7,8 @@ import device
 import numpy as np
 import pytest
 import reference as ref
-from compressor_steps import F32, MAX_POS, Case, angles
+from cases import angles
+from compressor_steps import F32, MAX_POS, Case
 from helpers import assert_same_bits
 
 

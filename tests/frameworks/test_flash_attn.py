@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference as ref
+from cases import int32
 from dense_cases import Mask
 from flash_attn_cases import Attn, draw
 from flash_mla_cases import ON_GPU, Arrays
@@ -20,10 +21,6 @@ from sparse_mla.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 CAUSAL = Mask(causal=True)
 NUMPY = Arrays("numpy")
 on_host = pytest.mark.skipif(ON_GPU, reason="compares operators on NumPy arrays")
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def assert_same(got, want) -> None:

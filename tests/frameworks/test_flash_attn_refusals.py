@@ -7,17 +7,9 @@ import re
 import numpy as np
 import pytest
 import reference as ref
+from cases import bf16, int32
 
 from sparse_mla.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
 
 KVCACHE = {
     "q": bf16(2, 3, 4, 16),
@@ -147,15 +139,12 @@ def expect(error: type, words: str):
     return pytest.raises(error, match=f"^{re.escape(words)}")
 
 
-@pytest.mark.parametrize(("changes", "words"), ERRORS)
-def test_errors(changes, words):
-    with expect(ValueError, f"flash_attn_with_kvcache: {words}"):
-        flash_attn_with_kvcache(**(KVCACHE | changes))
-
-
-@pytest.mark.parametrize(("changes", "words"), TYPE_ERRORS)
-def test_type_errors(changes, words):
-    with expect(TypeError, f"flash_attn_with_kvcache: {words}"):
+@pytest.mark.parametrize(
+    ("changes", "words", "error"),
+    [*((*row, ValueError) for row in ERRORS), *((*row, TypeError) for row in TYPE_ERRORS)],
+)
+def test_errors(changes, words, error):
+    with expect(error, f"flash_attn_with_kvcache: {words}"):
         flash_attn_with_kvcache(**(KVCACHE | changes))
 
 

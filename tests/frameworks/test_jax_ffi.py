@@ -1,6 +1,5 @@
 """sparse_mla.integrations.jax: calls from compiled programs give the bits of direct calls."""
 
-import doctest
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +14,7 @@ from helpers import (
     assert_same_bits,
     assert_within_bounds,
     printed_by_python,
+    run_docstrings,
     run_examples,
     run_python,
 )
@@ -431,13 +431,7 @@ def test_signatures_are_the_operators_less_what_jax_arrays_cannot_be(smla):
 
 
 def test_docstring_examples_run(smla):
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = [test for test in finder.find(smla) if test.examples]
-    assert {f"{smla.__name__}.{op}" for op in CALLS} < {test.name for test in tests}
-    report = []
-    for test in tests:
-        doctest.DocTestRunner(verbose=False).run(test, out=report.append)
-    assert not report, "".join(report)
+    run_docstrings(smla, CALLS)
 
 
 def test_the_page_s_example_runs(smla):

@@ -7,25 +7,14 @@ from collections import Counter
 import device
 import pytest
 from deepseek_models import load_example
-from helpers import find_framework
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 SHORT = ["--requests=5", "--new-tokens=24", "--longest-prompt=40", f"--device={device.NAME}"]
 
 
 @pytest.fixture(scope="module")
 def example():
     return load_example("speculative")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread(example):
-    """Gives PyTorch one thread: on a busy machine, two wait for each other most of the time."""
-    torch = find_framework("torch").module
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def serve(example, *options: str):

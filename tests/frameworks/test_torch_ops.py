@@ -3,11 +3,8 @@
 With SMLA_DEVICE=cuda the tensors are on the GPU; test_gpu_torch_ops.py tests streams and graphs.
 """
 
-import doctest
 import io
 import shutil
-import subprocess
-import sys
 
 import cases
 import device
@@ -15,7 +12,14 @@ import numpy as np
 import operators
 import pytest
 import reference as ref
-from helpers import assert_error_text, assert_same_bits, find_framework, run_examples
+from helpers import (
+    assert_error_text,
+    assert_same_bits,
+    find_framework,
+    run_docstrings,
+    run_examples,
+    run_python,
+)
 
 import sparse_mla
 
@@ -46,7 +50,7 @@ def smla(place):
 
 
 CALLS = operators.FRAMEWORK_CALLS
-OVERLOADS = [(op, name) for op in CALLS for name in ("default", *operators.FACTS[op].overloads)]
+OVERLOADS = [(op, name) for op in CALLS for name in operators.FACTS[op].overloads]
 
 
 def moved(op: str, place, *, keep_results: bool = False) -> operators.Call:
@@ -142,13 +146,7 @@ def test_lists_of_parts(place, smla):
 
 
 def test_docstring_examples_run(smla):
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    tests = [test for test in finder.find(smla) if test.examples]
-    assert {f"{smla.__name__}.{op}" for op in CALLS} < {test.name for test in tests}
-    report = []
-    for test in tests:
-        doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
-    assert not report, "".join(report)
+    run_docstrings(smla, CALLS)
 
 
 @needs_compiler
@@ -159,7 +157,7 @@ def test_the_page_s_example_runs(smla):
 
 def test_import_without_pytorch():
     code = "import sys; sys.modules['torch'] = None; import sparse_mla.integrations.torch"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert "ImportError: sparse_mla.integrations.torch needs PyTorch" in done.stderr
 
 

@@ -25,13 +25,6 @@ def example():
     return load_example()
 
 
-@pytest.fixture(scope="module")
-def adapter(example):
-    from sparse_mla.integrations import transformers
-
-    return transformers
-
-
 @pytest.fixture
 def model():
     return make_v32()

@@ -10,7 +10,7 @@ from helpers import find_framework
 
 import sparse_mla
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 LIMITS = {"num_pages": 12, "max_num_seqs": 3, "max_num_batched_tokens": 192, "max_model_len": 256}
 SIZES = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 256}
@@ -31,24 +31,6 @@ NEW_TOKENS = 104
 @pytest.fixture(scope="module")
 def example():
     return load_example("deepseek_v3")
-
-
-@pytest.fixture(scope="module")
-def adapter(example):
-    from sparse_mla.integrations import transformers
-
-    return transformers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread(example):
-    """Gives PyTorch one thread: on a busy machine, two that share a small operator spend most of
-    their time waiting for each other."""
-    torch = find_framework("torch").module
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_model(example, *options, **sizes):

@@ -8,7 +8,7 @@ import pytest
 from deepseek_models import load_example, make_v32
 from helpers import find_framework
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 SIZES = {
     "hidden size 320": {"hidden_size": 320},
@@ -41,15 +41,6 @@ def cases():
 def label(case) -> str:
     name, options, size, page = case
     return "-".join([name, *options, size, str(page)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch = find_framework("torch").module
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_model(name: str, options: list[str], size: str):

@@ -6,9 +6,8 @@ import re
 import device
 import pytest
 from deepseek_models import load_example, make_v4, run_token_by_token
-from helpers import find_framework
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 PROMPTS = (1, 60, 130, 200, 333, 420)
 NEW_TOKENS = 55
@@ -28,27 +27,13 @@ FORMATS = {
 
 
 @pytest.fixture(scope="module")
-def torch():
-    """PyTorch with one thread: on a busy machine, two that share a small operator spend most of
-    their time waiting for each other."""
-    load_example("deepseek_v4")
-    torch = find_framework("torch").module
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch
-    torch.set_num_threads(num_threads)
+def torch(one_thread):
+    return one_thread
 
 
 @pytest.fixture(scope="module")
 def example(torch):
     return load_example("deepseek_v4")
-
-
-@pytest.fixture(scope="module")
-def adapter(torch):
-    from sparse_mla.integrations import transformers
-
-    return transformers
 
 
 @pytest.fixture(scope="module")

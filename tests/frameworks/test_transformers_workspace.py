@@ -6,29 +6,11 @@ import pickle
 
 import pytest
 from deepseek_models import load_example, make_v32
-from helpers import find_framework
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.usefixtures("one_thread")]
 
 LIMITS = {"num_pages": 9, "max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 48}
 LIMITS |= {"block_size": 16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Gives PyTorch one thread, because two wait for each other on a busy machine."""
-    torch = find_framework("torch").module
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def adapter():
-    from sparse_mla.integrations import transformers
-
-    return transformers
 
 
 @pytest.fixture(scope="module")

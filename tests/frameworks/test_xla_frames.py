@@ -27,10 +27,14 @@ class Scalar(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("value", ctypes.c_void_p)]
 
 
-class Buffer(ctypes.Structure):
+class Headed(ctypes.Structure):
+    """What most structures begin with."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extensions", ctypes.c_void_p)]
+
+
+class Buffer(Headed):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
         ("type", ctypes.c_int),
         ("data", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
@@ -38,10 +42,8 @@ class Buffer(ctypes.Structure):
     ]
 
 
-class Attributes(ctypes.Structure):
+class Attributes(Headed):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("kinds", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
@@ -49,19 +51,15 @@ class Attributes(ctypes.Structure):
     ]
 
 
-class ErrorArgs(ctypes.Structure):
+class ErrorArgs(Headed):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
         ("message", ctypes.c_char_p),
         ("code", ctypes.c_int),
     ]
 
 
-class OwnErrorArgs(ctypes.Structure):
+class OwnErrorArgs(Headed):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
         ("error", ctypes.c_void_p),
         ("message", ctypes.c_char_p),
     ]
@@ -86,10 +84,8 @@ class Api(ctypes.Structure):
     ]
 
 
-class Frame(ctypes.Structure):
+class Frame(Headed):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
         ("api", ctypes.POINTER(Api)),
         ("context", ctypes.c_void_p),
         ("stage", ctypes.c_int),

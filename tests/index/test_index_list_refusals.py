@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference_index as ref
+from cases import int32
 from helpers import Guarded, assert_same_bits
-from index_lists import COMBINE, GLOBAL, MIXED, good_combine, good_global, good_mixed, int32
+from index_lists import COMBINE, GLOBAL, MIXED, good_combine, good_global, good_mixed
 from library import sparse_mla
 
 # --- refusals ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference_index as ref
+from cases import int32
 from helpers import assert_same_bits
 from index_lists import (
     COMBINE,
@@ -16,7 +17,6 @@ from index_lists import (
     MIXED_BATCH,
     check,
     gathered,
-    int32,
     make_batch,
     mixed_arguments,
     positions,

@@ -12,6 +12,7 @@ from pairs import Output, Spy, cover, run_table
 
 I32 = np.int32
 KINDS = {"none": None, "bool": bool, "uint8": np.uint8}
+ARRAYS = {"view": ["packed", "part"], "out": ["made", "packed", "gap"], "lens": ["made", "packed"]}
 
 
 def view_of(x: np.ndarray, view: str) -> np.ndarray:
@@ -99,11 +100,8 @@ def test_compute_global_topk_indices_and_lens():
         "columns": [1, 4],
         "valid": [*KINDS],
         "more": [0, 2],
-        "view": ["packed", "part"],
-        "out": ["made", "packed", "gap"],
-        "lens": ["made", "packed"],
     }
-    run_table(cover(table), run, spy)
+    run_table(cover(table | ARRAYS), run, spy)
 
 
 def test_combine_topk_swa_indices():
@@ -132,11 +130,8 @@ def test_combine_topk_swa_indices():
         "rows": [(900, 190), (1000, 200)],  # M and N
         "first": [0, 1234],
         "align": [1, 4, 128],
-        "view": ["packed", "part"],
-        "out": ["made", "packed", "gap"],
-        "lens": ["made", "packed"],
     }
-    run_table(cover(table), run, spy)
+    run_table(cover(table | ARRAYS), run, spy)
 
 
 def test_build_mixed_sparse_indices():
@@ -191,8 +186,5 @@ def test_build_mixed_sparse_indices():
         "topk": [0, 9, 64],
         "pages": [(4, 16), (64, 1)],
         "padding": [0, 2],
-        "view": ["packed", "part"],
-        "out": ["made", "packed", "gap"],
-        "lens": ["made", "packed"],
     }
-    run_table(cover(table), run, spy, but=("compressed_block_table",))
+    run_table(cover(table | ARRAYS), run, spy, but=("compressed_block_table",))

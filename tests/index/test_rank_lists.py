@@ -7,14 +7,11 @@ import re
 
 import numpy as np
 import pytest
+from cases import int32
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
 INT32_MAX, INT32_MIN, INT64_MAX = 2**31 - 1, -(2**31), 2**63 - 1
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def deal(count: int, ranks: int, interleave: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,17 +6,13 @@ import operators
 import pytest
 import reference as ref
 import row_formats as rows
+from cases import angles
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
 F32 = np.float32
 SOFTMAX_SCALE = 128**-0.5
 MAX_POS = 50
-
-
-def angles(seed=3) -> np.ndarray:
-    turn = np.random.default_rng(seed).uniform(-7, 7, (MAX_POS, 32))
-    return np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(F32)
 
 
 def turned_bits(q, positions, table) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 import test_index_query as query
 import test_lightning_indexer as lightning
 from borders import THREADS, constants, every_address, on_any_threads, on_threads, sizes_around
+from cases import angles
 from test_indexer_logits import Flat, Paged, assert_logits, bound_of
 
 import sparse_mla
@@ -130,7 +131,7 @@ def quantize(shapes: list[tuple[int, int]], fp4: bool) -> None:
     for T, H in shapes:
         q, weights = query.queries(T, H)
         positions = np.random.default_rng(1).integers(0, query.MAX_POS, T)
-        query.check(q, weights, positions, query.angles(), fp4)
+        query.check(q, weights, positions, angles(), fp4)
 
 
 @pytest.mark.parametrize("num_threads", THREADS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import reference as ref
 import test_index_query
+from cases import angles
 from device import NAME
 from helpers import NO_NAN, Guarded, assert_same_bits
 from library import package, sparse_mla
 from pairs import Output, Spy, assert_complete, cover, run_table
-from test_index_query import MAX_POS, angles, queries
+from test_index_query import MAX_POS, queries
 from test_indexer_logits import Flat, Paged, assert_logits, bound_of
 from test_lightning_indexer import inputs, two_calls
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import reference as ref
-from example import int32
+from cases import int32
 from example_table import Calls
 
 import sparse_mla

@@ -15,13 +15,40 @@ import reference as ref
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 
 
+def int32(*values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def bf16(*shape) -> np.ndarray:
+    """Ones."""
+    return np.ones(shape, ref.BF16)
+
+
+def e4m3(*shape) -> np.ndarray:
+    """Ones."""
+    return np.ones(shape, ref.E4M3)
+
+
 def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
     return ref.to_bf16(rng.normal(0, std, shape))
+
+
+def angles(max_pos=50) -> np.ndarray:
+    """A table of cosines and sines [max_pos, 64] fp32."""
+    turn = np.random.default_rng(3).uniform(-7, 7, (max_pos, 32))
+    return np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(np.float32)
 
 
 def picker(rng):
     """A function that returns one of its arguments, drawn by `rng`."""
     return lambda *choices: choices[rng.integers(len(choices))]
+
+
+def storage(view: np.ndarray) -> np.ndarray:
+    """The whole memory that a view points into, as bytes."""
+    while isinstance(view.base, np.ndarray):
+        view = view.base
+    return view.view(np.uint8)
 
 
 # --- cached tokens -------------------------------------------------------------------------------

@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 import cases
 import numpy as np
 import reference as ref
+from cases import int32
 
 import sparse_mla
 from sparse_mla import _C
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def table() -> np.ndarray:

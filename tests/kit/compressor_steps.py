@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import reference_compressor as compressor
 import row_formats as rows
+from cases import angles
 from helpers import assert_same_bits
 from library import sparse_mla
 
@@ -15,11 +16,6 @@ EPS = 1e-6
 KV_SCALE = 0.37  # scale of caches that have one
 MAX_POS = 800
 STEP = ("kv", "score", "ape")
-
-
-def angles(seed=3) -> np.ndarray:
-    turn = np.random.default_rng(seed).uniform(-7, 7, (MAX_POS, 32))
-    return np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(F32)
 
 
 class Case:
@@ -87,7 +83,7 @@ class Case:
             "kv_cache": self.pages.cache,
             "kv_slot_mapping": np.append(np.array(kv_slots)[at], pad).astype(integers),
             "norm_weight": rng.normal(1, 0.3, dim).astype(weight_dtype),
-            "rope_table": angles(),
+            "rope_table": angles(MAX_POS),
         }
         count = len(at) + padding
         both = rng.normal(0, 2, (count, 2 * width)).astype(dtype)  # one projection's result

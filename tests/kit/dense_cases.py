@@ -168,6 +168,19 @@ class Cache:
         return ref.decode_rows(self.rows, slots)[:, : self.width]
 
 
+# n_q, n_k, mask, and a row per query of the keys that it sees
+MASK_ROWS = [
+    (2, 5, Mask(causal=True), "11110 11111"),
+    (5, 2, Mask(causal=True), "00 00 00 10 11"),
+    (3, 5, Mask(window=(1, 1)), "01110 00111 00011"),
+    (3, 5, Mask(causal=True, window=(1, 0)), "01100 00110 00011"),
+    (4, 6, Mask(causal=True, chunk=4), "111000 111100 000010 000011"),
+    (2, 3, Mask(), "111 111"),
+    (3, 4, Mask(causal=True, window=(0, 5)), "0100 0010 0001"),
+    (6, 4, Mask(chunk=2), "0000 0000 1100 1100 0011 0011"),
+]
+
+
 @dataclass
 class Dense:
     """A batch: query_lens and seq_lens of its requests, and `padding` tokens of none of them."""

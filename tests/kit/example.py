@@ -143,10 +143,6 @@ def call(op: str, arrays: dict, **options) -> Example:
     return Example(op, arrays, run, options)
 
 
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def rows_of(fmt: str, *shape: int) -> np.ndarray:
     return cases.make_rows(np.random.default_rng(7), prod(shape), fmt).reshape(*shape, -1)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import cases
 import numpy as np
 import reference as ref
-from example import Example, bytes_below, call, int32, one_scale, rows_of
+from cases import int32
+from example import Example, bytes_below, call, one_scale, rows_of
 
 import sparse_mla
 

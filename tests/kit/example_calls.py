@@ -5,7 +5,8 @@ from __future__ import annotations
 import cases
 import numpy as np
 import reference as ref
-from example import F32, Example, bytes_below, call, codes, int32, one_scale, scales, weight
+from cases import int32
+from example import F32, Example, bytes_below, call, codes, one_scale, scales, weight
 
 HEAD_SCALES = ("k_scale", "v_scale")
 INSERT, INSERT_INDEX = "quantize_and_insert_k_cache", "indexer_k_quant_and_cache"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import cases
 import numpy as np
 import reference as ref
-from helpers import find_framework
+from dense_cases import Dense
+from helpers import assert_within_bounds, find_framework
 
 from sparse_mla import flash_mla
 
@@ -200,3 +201,18 @@ def assert_results(got, want) -> None:
     for i, (a, b) in enumerate(zip(got[1:], want[1:], strict=True)):
         assert a.dtype == np.float32
         assert_close(f"statistic {i}", a, b, 1e-6, 8.01 / 65536)
+
+
+def check_decode(case: Dense, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Checks a dense decode's results, [b, s_q, H, 512] and [b, H, s_q]. -> where rows have no
+    key; their lse is +inf."""
+    batch, s_q, heads = case.q.shape[:3]
+    assert out.shape == (batch, s_q, heads, 512)
+    assert lse.shape == (batch, heads, s_q)
+    want = case.reference()
+    lse = np.ascontiguousarray(np.swapaxes(lse, 1, 2)).reshape(-1, heads)
+    empty = np.isneginf(want.lse)
+    assert np.isposinf(lse[empty]).all()
+    out = np.asarray(out).reshape(-1, heads, 512)
+    assert_within_bounds(want, {"out": out, "lse": np.where(empty, -np.inf, lse)})
+    return empty

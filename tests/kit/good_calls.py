@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import cases
 import numpy as np
 import reference as ref
-from example import Example, int32
+from cases import int32
+from example import Example
 
 from sparse_mla import ops
 
@@ -112,6 +113,19 @@ def dsv4_call() -> Call:
     return Call("sparse_mla_dsv4", args, kwargs)
 
 
+def masked(rng, window_size: tuple[int, int], num_values: int) -> dict:
+    """The options of dense attention that the calls below have in common."""
+    return {
+        "causal": True,
+        "window_size": window_size,
+        "softcap": 20.0,
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "num_splits": 0,
+        "out": np.zeros((3, 4, num_values), ref.BF16),
+        "lse": np.zeros((3, 4), np.float32),
+    }
+
+
 def mla_call() -> Call:
     """Two tokens of a request and one of another, on rank 0 of two, which has 9 and 5 of the
     keys."""
@@ -126,13 +140,7 @@ def mla_call() -> Call:
         "softmax_scale": 0.04,
         "cu_seqlens_q": np.array([0, 2, 3], np.int32),
         "cp": (0, 2, 4),
-        "causal": True,
-        "window_size": (14, -1),
-        "softcap": 20.0,
-        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
-        "num_splits": 0,
-        "out": np.zeros((3, 4, 512), ref.BF16),
-        "lse": np.zeros((3, 4), np.float32),
+        **masked(rng, (14, -1), 512),
     }
     return Call("mla_attention", args, kwargs)
 
@@ -149,13 +157,7 @@ def varlen_call() -> Call:
     }
     kwargs = {
         "softmax_scale": 0.2,
-        "causal": True,
-        "window_size": (2, -1),
-        "softcap": 20.0,
-        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
-        "num_splits": 0,
-        "out": np.zeros((3, 4, 16), ref.BF16),
-        "lse": np.zeros((3, 4), np.float32),
+        **masked(rng, (2, -1), 16),
     }
     return Call("varlen_attention", args, kwargs)
 
@@ -175,13 +177,7 @@ def paged_call() -> Call:
         "cu_seqlens_q": int32(0, 2, 3),
         "qv": cases.random_bf16(rng, 3, 4, 16),
         "cache_leftpad": int32(1, 1),
-        "causal": True,
-        "window_size": (8, -1),
-        "softcap": 20.0,
-        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
-        "num_splits": 0,
-        "out": np.zeros((3, 4, 16), ref.BF16),
-        "lse": np.zeros((3, 4), np.float32),
+        **masked(rng, (8, -1), 16),
     }
     return Call("paged_attention", args, kwargs)
 

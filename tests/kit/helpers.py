@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import doctest
 import importlib
 import os
 import platform
@@ -12,7 +13,9 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import device
 import numpy as np
@@ -360,6 +363,28 @@ def assert_within_bounds(want: ref.Attention, got: dict, **tolerance) -> dict[st
     return ratios
 
 
+def assert_merged(got, want, factor=1.0) -> None:
+    """Checks (out, lse) of a merge against fp64's (out, lse, magnitude), whose bound for out grows
+    with `factor`."""
+    (out, lse), (want_out, want_lse, magnitude) = got, want
+    tolerance = ref.merge_tolerance(want_out, factor * magnitude, out.dtype)
+    assert ref.worst_ratio(out, want_out, tolerance) <= 1
+    assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
+
+
+def assert_parts_are_whole(got, whole: ref.Attention, merged, factor=1.0) -> None:
+    """Checks (out, lse), attention to parts of the keys that were merged to bf16, against attention
+    to all; `merged` and `factor` are those of assert_merged. Each part may be off by its bound, and
+    their sums of p|v| add up to that of the whole. The merge adds its own rounding."""
+    (out, lse), (merged_out, merged_lse, magnitude) = got, merged
+    merge_error = ref.merge_tolerance(merged_out, factor * magnitude, ref.BF16)
+    tolerance = 2 * whole.out_tolerance(**device.BOUNDS) + merge_error
+    empty = np.isneginf(whole.lse)[..., None]
+    assert ref.worst_ratio(out, whole.out, np.where(empty, 1e-300, tolerance)) <= 1
+    lse_tolerance = whole.lse_tolerance(**device.BOUNDS) + ref.merge_lse_tolerance(merged_lse)
+    assert ref.worst_ratio(lse, whole.lse, lse_tolerance) <= 1
+
+
 def assert_right_again(op, case, want: ref.Attention, got: dict) -> None:
     """A second call gives the bits of `got`; a call without max_logits is within the bounds."""
     for name, x in guarded_attention(op, case).items():
@@ -509,6 +534,15 @@ def mode_after(mode: int, run) -> int:
         return read_float_mode()
 
 
+def check_seeds(seeds: Iterable[int], check: Callable[[int], object]) -> None:
+    """Checks what each seed draws; a failure tells its seed."""
+    for seed in seeds:
+        try:
+            check(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
 # --- documentation -------------------------------------------------------------------------------
 
 
@@ -520,3 +554,14 @@ def run_examples(page: str, word: str) -> None:
     assert chosen, f"no example with {word} in {page}"
     for block in chosen:
         exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+def run_docstrings(module: ModuleType, names: Iterable[str]) -> None:
+    """Runs the examples of a module's docstrings, which those of `names` must have."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(module)
+    tests = [test for test in found if test.examples]
+    assert {f"{module.__name__}.{name}" for name in names} < {test.name for test in tests}
+    report: list[str] = []
+    for test in tests:
+        doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
+    assert not report, "".join(report)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import reference_index as ref
+from cases import int32
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
@@ -13,10 +14,6 @@ GLOBAL = "compute_global_topk_indices_and_lens"
 COMBINE = "combine_topk_swa_indices"
 MIXED = "build_mixed_sparse_indices"
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def check(op: str, *args, row_gap: int = 3, **options):

@@ -72,8 +72,8 @@ def is_decided(name, args, kwargs) -> bool:
     given |= kwargs
     if name == "top_k_merge":
         return all(are_unique(x) for x in np.asarray(given["indices"]).swapaxes(0, 1))
-    slots_name = FACTS[name].slots if name in FACTS else None
-    return slots_name is None or are_unique(np.asarray(given[slots_name]))
+    slots = given.get(FACTS[name].slots) if name in FACTS else None
+    return slots is None or are_unique(np.asarray(slots))
 
 
 def are_unique(slots: np.ndarray) -> bool:

@@ -43,9 +43,15 @@ class Facts:
     # An argument that the core refuses in the good call only when the results are made.
     refused: tuple[str, Any] | None = None
     shape_of: str | None = None  # an array whose rank a result's shape depends on
-    overloads: tuple[str, ...] = ()  # those that PyTorch has beside the default one
+    more_overloads: tuple[str, ...] = ()  # those that PyTorch has beside the default one and "out"
     is_exact: bool = False  # results are promised to the byte
-    slots: str | None = None  # slots that tokens are written to: two tokens may have the same
+    slots: str = "slot_mapping"  # those that tokens are written to; two tokens may have the same
+
+    @property
+    def overloads(self) -> tuple[str, ...]:
+        """Those that PyTorch has; "out" takes the arrays that the operator would make."""
+        has_out = self.num_results > 0 and "out=" in self.keywords
+        return ("default", *(("out",) if has_out else ()), *self.more_overloads)
 
 
 FACTS: dict[str, Facts] = {
@@ -55,7 +61,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.write(BF16, I64, np.zeros((3, 4, 656), U8))),
         written=("kv_cache",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "gather_kv_cache": Facts(
         positional="kv_cache block_table seq_lens workspace_starts",
@@ -70,7 +75,6 @@ FACTS: dict[str, Facts] = {
         good=reshape_call,
         written=("k_cache", "v_cache"),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "transfer_kv_cache": Facts(
         positional="src dst src_slots dst_slots",
@@ -92,7 +96,7 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("block_table", np.zeros(3, np.int32)),
         shape_of="topk_indices",
-        overloads=("valid_counts", "out", "valid_counts_out"),
+        more_overloads=("valid_counts", "valid_counts_out"),
         is_exact=True,
     ),
     "compute_global_topk_indices_and_lens": Facts(
@@ -102,7 +106,6 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("block_table", np.zeros(3, np.int32)),
         shape_of="topk_indices",
-        overloads=("out",),
         is_exact=True,
     ),
     "top_k_per_row": Facts(
@@ -115,7 +118,7 @@ FACTS: dict[str, Facts] = {
         num_results=3,
         refused=("slots_block_table", np.zeros(3, np.int32)),
         shape_of="logits",
-        overloads=("slots_block_table", "out"),
+        more_overloads=("slots_block_table",),
         is_exact=True,
     ),
     "top_k_merge": Facts(
@@ -125,7 +128,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("values", np.zeros((3, 2, 4), np.float32)),
         shape_of="indices",
-        overloads=("out",),
         is_exact=True,
     ),
     "cp_local_positions": Facts(
@@ -134,7 +136,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.own_positions(I32)),
         num_results=1,
         refused=("cp", (2, 2, 4)),
-        overloads=("out",),
         is_exact=True,
     ),
     "cp_local_topk": Facts(
@@ -143,7 +144,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.own_lists()),
         num_results=2,
         refused=("cp", (2, 2, 4)),
-        overloads=("out",),
         is_exact=True,
     ),
     "cp_local_lengths": Facts(
@@ -152,7 +152,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.own_lengths()),
         num_results=1,
         refused=("cp", (2, 2, 4)),
-        overloads=("out",),
         is_exact=True,
     ),
     "combine_topk_swa_indices": Facts(
@@ -162,7 +161,6 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("seq_lens", np.zeros(3, np.int32)),
         shape_of="topk_indices",
-        overloads=("out",),
         is_exact=True,
     ),
     "build_mixed_sparse_indices": Facts(
@@ -176,7 +174,6 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("swa_block_table", np.zeros(3, np.int32)),
         shape_of="decode_swa_indices",
-        overloads=("out",),
         is_exact=True,
     ),
     "sparse_attention": Facts(
@@ -192,7 +189,7 @@ FACTS: dict[str, Facts] = {
         takes_workspace=True,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
-        overloads=("return_max_logits", "out"),
+        more_overloads=("return_max_logits",),
     ),
     "sparse_mla_dsv4": Facts(
         positional=(
@@ -206,7 +203,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("sinks", np.zeros(1, np.float32)),
         shape_of="query",
-        overloads=("out",),
     ),
     "mla_attention": Facts(
         positional="q kv_cache block_table cache_seqlens",
@@ -220,7 +216,6 @@ FACTS: dict[str, Facts] = {
         takes_workspace=True,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
-        overloads=("out",),
     ),
     "varlen_attention": Facts(
         positional="q k v cu_seqlens_q cu_seqlens_k",
@@ -234,7 +229,6 @@ FACTS: dict[str, Facts] = {
         takes_workspace=True,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
-        overloads=("out",),
     ),
     "paged_attention": Facts(
         positional="q k_cache v_cache block_table cache_seqlens",
@@ -247,7 +241,6 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("attn_sink", np.zeros(1, np.float32)),
         shape_of="q",
-        overloads=("out",),
         takes_workspace=True,
     ),
     "merge_attn_states": Facts(
@@ -257,7 +250,6 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("lse_b", np.zeros((3, 5), np.float32)),
         shape_of="out_a",
-        overloads=("out",),
     ),
     "merge_attn_partials": Facts(
         positional="outs lses",
@@ -266,7 +258,6 @@ FACTS: dict[str, Facts] = {
         num_results=2,
         refused=("lses", np.zeros((3, 3, 5), np.float32)),
         shape_of="outs",
-        overloads=("out",),
     ),
     "k_up_proj": Facts(
         positional="q_nope W_UK",
@@ -275,7 +266,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("W_UK", np.zeros((512, 5, 128), ref.BF16)),
         shape_of="q_nope",
-        overloads=("out",),
     ),
     "v_up_proj": Facts(
         positional="x W_UV",
@@ -284,7 +274,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("W_UV", np.zeros((512, 5, 128), ref.BF16)),
         shape_of="W_UV",
-        overloads=("out",),
     ),
     "kv_up_proj": Facts(
         positional="kv_c kv_b_proj",
@@ -293,7 +282,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("kv_b_proj", np.zeros((500, 130), ref.BF16)),
         shape_of="kv_b_proj",
-        overloads=("out",),
     ),
     "grouped_output_projection": Facts(
         positional="o o_scale weight weight_scale",
@@ -302,7 +290,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         refused=("weight_scale", np.zeros((2, 1, 2), np.float32)),
         shape_of="o",
-        overloads=("out",),
     ),
     "dynamic_per_tensor_quant": Facts(
         positional="x",
@@ -310,7 +297,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.quantize(BF16, U8, 3, 40), "out"),
         num_results=2,
         refused=("out", np.zeros((3, 41), np.uint8)),
-        overloads=("out",),
         is_exact=True,
     ),
     "scaled_quantize": Facts(
@@ -319,7 +305,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.scaled(F16, U8, (2, 35), 4, 70)),
         num_results=2,
         refused=("out", np.zeros((4, 47), np.uint8)),
-        overloads=("out",),
         is_exact=True,
     ),
     "fp8_linear": Facts(
@@ -329,7 +314,6 @@ FACTS: dict[str, Facts] = {
         num_results=1,
         takes_workspace=True,
         refused=("descale", np.zeros((3, 2), np.float32)),
-        overloads=("out",),
     ),
     "fused_q_kv_rmsnorm": Facts(
         positional="q kv q_weight kv_weight",
@@ -337,7 +321,6 @@ FACTS: dict[str, Facts] = {
         good=norm_call,
         num_results=2,
         refused=("kv_weight", np.zeros(511, np.float32)),
-        overloads=("out",),
         is_exact=True,
     ),
     "apply_rope": Facts(
@@ -346,7 +329,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.apply_rope(I64, BF16, F32)),
         num_results=2,
         refused=("rope_table", np.zeros(16, np.float32)),
-        overloads=("out",),
         is_exact=True,
     ),
     "rope_and_cache_mla": Facts(
@@ -355,7 +337,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.rope_and_cache(BF16, I64, rows_of("fp8", 3, 4))),
         written=("kv_cache",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "fused_inv_rope_fp8_quant": Facts(
         positional="o positions rope_table",
@@ -363,7 +344,7 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.inverse(I64, U8, F32, scale_rows=3)),
         num_results=2,
         refused=("positions", np.zeros(2, np.int64)),
-        overloads=("quantize", "out"),
+        more_overloads=("quantize",),
         is_exact=True,
     ),
     "fused_qnorm_rope_kv_insert": Facts(
@@ -372,7 +353,6 @@ FACTS: dict[str, Facts] = {
         good=qnorm_insert_call,
         written=("kv_cache",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "fused_indexer_q_rope_quant": Facts(
         positional="q weights positions rope_table",
@@ -380,7 +360,7 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.index_query(I64, BF16, True), use_fp4=True),
         num_results=3,
         refused=("positions", np.zeros(2, np.int64)),
-        overloads=("use_fp4", "out"),
+        more_overloads=("use_fp4",),
         is_exact=True,
     ),
     "indexer_logits": Facts(
@@ -392,7 +372,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.logits(False, pages=True)),
         num_results=1,
         refused=("context_lens", np.zeros(2, np.int32)),
-        overloads=("out",),
     ),
     "lightning_indexer": Facts(
         positional="q weights k_cache context_lens",
@@ -405,7 +384,7 @@ FACTS: dict[str, Facts] = {
         num_results=3,
         takes_workspace=True,
         refused=("context_lens", np.zeros(2, np.int32)),
-        overloads=("slots_block_table", "out"),
+        more_overloads=("slots_block_table",),
     ),
     "save_partial_states": Facts(
         positional="kv score ape positions state slot_mapping",
@@ -413,7 +392,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.save_states(F32, I64)),
         written=("state",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "compress_norm_rope_store": Facts(
         positional=(
@@ -424,7 +402,6 @@ FACTS: dict[str, Facts] = {
         good=lambda: call_of(of.compress(bytes_below(256, 3, 4, 512), kv_scale=one_scale())),
         written=("kv_cache",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "quantize_and_insert_k_cache": Facts(
         positional="k k_cache slot_mapping",
@@ -434,7 +411,6 @@ FACTS: dict[str, Facts] = {
         ),
         written=("k_cache",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "indexer_k_quant_and_cache": Facts(
         positional="k k_cache slot_mapping",
@@ -444,7 +420,6 @@ FACTS: dict[str, Facts] = {
         ),
         written=("k_cache",),
         is_exact=True,
-        slots="slot_mapping",
     ),
     "dequantize_and_gather_k_cache": Facts(
         positional="out k_cache seq_lens gather_lens block_table block_size offset",

@@ -14,14 +14,11 @@ from math import prod
 import numpy as np
 import reference as ref
 from dense_cases import owner
-from helpers import assert_same_bits
+from helpers import assert_same_bits, assert_within_bounds
+from library import sparse_mla
 from varlen_cases import DTYPES, Varlen, spread
 
 LAYOUTS = ("apart", "row", "page", "heads")
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def assert_same(got: dict, want: dict) -> None:
@@ -204,3 +201,10 @@ class Paged(Varlen):
             q = np.concatenate([self.values("q", self.qv[queries], b), q], -1)
             k = np.concatenate([v, k], -1)
         return q, k, v
+
+
+def check(case: Paged) -> dict:
+    """The results of a batch, which are within the bounds."""
+    got = case.run(sparse_mla.paged_attention)
+    assert_within_bounds(case.reference(), got)
+    return got

@@ -94,7 +94,3 @@ def simple_batch(query_lens, seq_lens, table, **fields) -> plan.V4Batch:
     table = np.array(table, np.int32)
     fields = {"compressed": {}, "states": {}, "max_seq_len": int(lens.max(initial=0))} | fields
     return plan.V4Batch(list(query_lens), lens, slots, table, **fields)
-
-
-def int32(*rows) -> np.ndarray:
-    return np.array(rows, np.int32)

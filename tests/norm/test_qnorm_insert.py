@@ -12,6 +12,7 @@ import pytest
 import reference as ref
 import reference_norm as norm
 import row_formats as rows
+from cases import angles
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
@@ -19,11 +20,6 @@ F32 = np.float32
 EPS = 1e-6
 KV_SCALE = 0.37  # scale of caches that have one
 MAX_POS = 50
-
-
-def angles(seed=3) -> np.ndarray:
-    turn = np.random.default_rng(seed).uniform(-7, 7, (MAX_POS, 32))
-    return np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(F32)
 
 
 def heavy(rng, *shape: int) -> np.ndarray:

@@ -177,9 +177,7 @@ def test_import_loads_no_library_of_cuda():
         "print(*[x for x in open('/proc/self/maps') if any(lib in x for lib in "
         "('libcuda', 'libcublas', 'libnv'))])"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert printed_by_python("-c", code).strip() == ""
 
 
 FIRST = "import sys, time, __future__, dataclasses, numpy, ml_dtypes; "
@@ -190,8 +188,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
         "before = set(sys.modules); import sparse_mla; "
         "print(*sorted(set(sys.modules) - before), sep='\\n')"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    printed = printed_by_python("-c", code)
     ours = {
         "",
         "._C",
@@ -209,7 +206,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     names += " index_ranks indexer norm planning projection projection_fp8 projection_weights rope"
     names += " topk varlen"
     ours |= {f".ops.{name}" for name in names.split()}
-    assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
+    assert set(printed.split()) == {f"sparse_mla{name}" for name in ours}
 
 
 def test_import_costs_little_beyond_numpy(tmp_path):
@@ -238,16 +235,13 @@ def test_a_call_with_numpy_arrays_loads_no_framework():
         "np.zeros((1, 3), np.int32), softmax_scale=1.0); "
         "print(*sorted({'torch', 'jax', 'cupy'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert printed_by_python("-c", code).strip() == ""
 
 
 def test_info_command():
-    command = [sys.executable, "-m", "sparse_mla", "info"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    printed = printed_by_python("-m", "sparse_mla", "info")
     for word in (sparse_mla.__version__, "cpu", "numpy", "fp8_ds_mla"):
-        assert word in done.stdout, word
+        assert word in printed, word
 
 
 def test_version_option():

@@ -6,7 +6,8 @@ from __future__ import annotations
 import device
 import pytest
 from borders import THREADS, constants, on_threads, sizes_around
-from test_inverse_rope import angles, attended, check_inverse, places
+from cases import angles
+from test_inverse_rope import attended, check_inverse, places
 
 pytestmark = pytest.mark.skipif(device.ON_CUDA, reason="the borders are those of the CPU's plans")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import reference as ref
 import reference_norm as norm
+from cases import angles
 from helpers import assert_same_bits
 from library import package, sparse_mla
 from pairs import OUTPUTS, Output, Spy, cover, run_table
-from test_inverse_rope import angles, attended
+from test_inverse_rope import attended
 
 F32 = np.float32
 

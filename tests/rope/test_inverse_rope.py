@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_norm as norm
+from cases import angles
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
@@ -19,11 +20,6 @@ def attended(T: int, H: int, seed=0, heads=0, std=1.0) -> np.ndarray:
     o *= np.exp2(rng.integers(-30, 30, (T, o.shape[1], 4))).repeat(128, 2).astype(F32)
     o[rng.random(o.shape[:2]) < 0.1, 128:256] = 0
     return ref.to_bf16(o)[:, :H]
-
-
-def angles(max_pos=50, seed=3) -> np.ndarray:
-    turn = np.random.default_rng(seed).uniform(-7, 7, (max_pos, 32))
-    return np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(F32)
 
 
 def places(T: int, dtype=np.int64, max_pos=50) -> np.ndarray:

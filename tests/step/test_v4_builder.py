@@ -7,9 +7,10 @@ import device
 import numpy as np
 import pytest
 import reference_v4 as plan
+from cases import int32
 from device import address, host
 from library import sparse_mla
-from v4_plans import VECTORS, assert_layer, assert_step, build, int32, make_config, simple_batch
+from v4_plans import VECTORS, assert_layer, assert_step, build, make_config, simple_batch
 
 v4 = sparse_mla.v4
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_v4 as plan
+from cases import int32
 from library import sparse_mla
-from v4_plans import assert_step, build, int32, make_config, simple_batch, v4
+from v4_plans import assert_step, build, make_config, simple_batch, v4
 
 import sparse_mla as package
 

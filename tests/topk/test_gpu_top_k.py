@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference as ref
+from cases import int32
 from gpu import torch
 from helpers import assert_same_bits
 from library import sparse_mla
-from test_top_k import KINDS, expect, int32, make, whole
+from test_top_k import KINDS, expect, make, whole
 
 import sparse_mla as package
 

@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_index
+from cases import int32
 from helpers import Guarded, assert_same_bits
 from library import package, sparse_mla
 
 DTYPES = (np.float32, ref.BF16)
 ISAS = [row["arch"] for row in package.kernels() if row["device"] == "cpu" and row["available"]]
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def keys_of(logits: np.ndarray) -> np.ndarray:

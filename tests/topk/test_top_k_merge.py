@@ -8,16 +8,13 @@ import re
 import numpy as np
 import pytest
 import test_top_k as top_k
+from cases import int32
 from helpers import Guarded, assert_same_bits
 from library import sparse_mla
 
 import sparse_mla as package
 
 INT32_MAX = 2**31 - 1
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def expect(indices, values, k: int) -> np.ndarray:

@@ -7,24 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import picker
+from cases import int32, picker
 from dense_cases import Mask
 from device import ON_CUDA
-from helpers import assert_same_bits, assert_within_bounds
+from helpers import assert_same_bits, assert_within_bounds, check_seeds
 from library import sparse_mla
-from paged_cases import LAYOUTS, Paged, int32
+from paged_cases import LAYOUTS, Paged, check
 from varlen_cases import F16
 
 attend = sparse_mla.paged_attention
 CAUSAL = Mask(causal=True)
 DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (40, 24), (576, 512)]
 PAGE_SIZES = [1, 3, 16, 64, 256]
-
-
-def check(case: Paged) -> dict:
-    got = case.run(attend)
-    assert_within_bounds(case.reference(), got)
-    return got
 
 
 # --- the contract's vectors ----------------------------------------------------------------------
@@ -136,14 +130,11 @@ def with_long_request(case: Paged, number: int) -> Paged:
 
 @pytest.mark.parametrize("block", range(16))
 def test_random_batches(block):
-    for seed in range(25 * block, 25 * block + 25):
+    def check_drawn(seed: int) -> None:
         case = draw(seed)
-        if seed % 25 == 0:
-            case = with_long_request(case, block)
-        try:
-            check(case)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+        check(with_long_request(case, block) if seed % 25 == 0 else case)
+
+    check_seeds(range(25 * block, 25 * block + 25), check_drawn)
 
 
 @pytest.mark.parametrize("dims", DIMS)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import reference as ref
 from borders import constants, on_any_threads
+from cases import int32
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import ISAS, sparse_mla
-from paged_cases import LAYOUTS, Paged, assert_same, int32
+from paged_cases import LAYOUTS, Paged, assert_same, check
 from varlen_cases import F16
 
 import sparse_mla as package
@@ -21,12 +22,6 @@ attend = sparse_mla.paged_attention
 CAUSAL = Mask(causal=True)
 PART_KEYS = constants("cpu/attention/mha_parts.c")["PART_KEYS"]
 SPLITS = [0, 2, 3, 64]
-
-
-def check(case: Paged) -> dict:
-    got = case.run(attend)
-    assert_within_bounds(case.reference(), got)
-    return got
 
 
 @pytest.fixture(params=[None] if ON_CUDA else ISAS)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import reference as ref
 from borders import on_any_threads
+from cases import int32
 from dense_cases import Mask
 from device import ON_CUDA
 from helpers import assert_same_bits, assert_within_bounds
 from library import ISAS, sparse_mla
 from numpy.lib.stride_tricks import as_strided
-from paged_cases import LAYOUTS, Paged, assert_same, int32
+from paged_cases import LAYOUTS, Paged, assert_same, check
 from varlen_cases import Varlen
 
 import sparse_mla as package
@@ -28,12 +29,6 @@ MASKS = {
     "window": Mask(causal=True, window=(70, 0)),
     "chunks": Mask(causal=True, chunk=48),
 }
-
-
-def check(case: Paged) -> dict:
-    got = case.run(attend)
-    assert_within_bounds(case.reference(), got)
-    return got
 
 
 # --- the same keys by other ways -----------------------------------------------------------------
@@ -59,7 +54,6 @@ HOPPER = [
     {"dims": (128, 128), "kv_heads": 2},
     {"dims": (192, 128), "kv_heads": 4, "q_type": "fp16", "kv_type": "fp16"},
 ]
-ON_CPU = pytest.mark.skipif(ON_CUDA, reason="Hopper's kernel has other bits")
 
 
 def as_ragged(case: Paged, **more) -> dict:

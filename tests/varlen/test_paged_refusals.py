@@ -6,20 +6,11 @@ import re
 
 import numpy as np
 import pytest
-import reference as ref
+from cases import bf16, e4m3, int32
 from device import ON_CUDA
 from library import sparse_mla
-from paged_cases import int32
 
 attend = sparse_mla.paged_attention
-
-
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
-
-
-def e4m3(*shape) -> np.ndarray:
-    return np.ones(shape, ref.E4M3)
 
 
 def call(**changes):
@@ -130,12 +121,6 @@ def refuses(words: str, error: type = ValueError):
     return pytest.raises(error, match=f"^{re.escape(f'paged_attention: {words}')}")
 
 
-@pytest.mark.parametrize(("changes", "words"), ERRORS)
-def test_errors(changes, words):
-    with refuses(words):
-        call(**changes)
-
-
 @pytest.mark.parametrize(
     "cp", [(2, 2, 1), (-1, 2, 1), (0, 2, 0), (0, -1, 1), (0, 0, 1), (0, 2, 2**31)]
 )
@@ -173,9 +158,12 @@ TYPE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), TYPE_ERRORS)
-def test_type_errors(changes, words):
-    with refuses(words, TypeError):
+@pytest.mark.parametrize(
+    ("changes", "words", "error"),
+    [*((*row, ValueError) for row in ERRORS), *((*row, TypeError) for row in TYPE_ERRORS)],
+)
+def test_errors(changes, words, error):
+    with refuses(words, error):
         call(**changes)
 
 

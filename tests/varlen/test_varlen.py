@@ -7,19 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import reference as ref
-from cases import picker, random_bf16
-from dense_cases import Mask
+from cases import bf16, e4m3, int32, picker, random_bf16
+from dense_cases import MASK_ROWS, Mask
 from device import ON_CUDA
-from helpers import assert_same_bits, assert_within_bounds
+from helpers import assert_same_bits, assert_within_bounds, check_seeds
 from library import sparse_mla
 from varlen_cases import F16, Varlen
 
 attend = sparse_mla.varlen_attention
 CAUSAL = Mask(causal=True)
-
-
-def int32(*values) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def check(case: Varlen) -> dict:
@@ -30,20 +26,8 @@ def check(case: Varlen) -> dict:
 
 # --- masks ---------------------------------------------------------------------------------------
 
-# n_q, n_k, mask, and a row per query of the keys that it sees
-MASKS = [
-    (2, 5, CAUSAL, "11110 11111"),
-    (5, 2, CAUSAL, "00 00 00 10 11"),
-    (3, 5, Mask(window=(1, 1)), "01110 00111 00011"),
-    (3, 5, Mask(causal=True, window=(1, 0)), "01100 00110 00011"),
-    (4, 6, Mask(causal=True, chunk=4), "111000 111100 000010 000011"),
-    (2, 3, Mask(), "111 111"),
-    (3, 4, Mask(causal=True, window=(0, 5)), "0100 0010 0001"),
-    (6, 4, Mask(chunk=2), "0000 0000 1100 1100 0011 0011"),
-]
 
-
-@pytest.mark.parametrize(("n_q", "n_k", "mask", "rows"), MASKS)
+@pytest.mark.parametrize(("n_q", "n_k", "mask", "rows"), MASK_ROWS)
 def test_masks(n_q, n_k, mask, rows):
     """Values are unit vectors, so out shows which keys a query has."""
     v = np.zeros((n_k, 1, 8), ref.BF16)
@@ -97,12 +81,7 @@ def draw(seed: int) -> Varlen:
 
 @pytest.mark.parametrize("block", range(10))
 def test_random_batches(block):
-    for seed in range(40 * block, 40 * block + 40):
-        case = draw(seed)
-        try:
-            check(case)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    check_seeds(range(40 * block, 40 * block + 40), lambda seed: check(draw(seed)))
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64), (256, 256), (40, 24)])
@@ -418,14 +397,6 @@ def test_strided_vectors():
 # --- errors --------------------------------------------------------------------------------------
 
 
-def bf16(*shape) -> np.ndarray:
-    return np.ones(shape, ref.BF16)
-
-
-def e4m3(*shape) -> np.ndarray:
-    return np.ones(shape, ref.E4M3)
-
-
 def call(**changes):
     arguments = {
         "q": bf16(3, 4, 24),
@@ -501,14 +472,6 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), ERRORS)
-def test_errors(changes, words):
-    with pytest.raises(ValueError) as caught:
-        call(**changes)
-    assert str(caught.value).startswith("varlen_attention: ")
-    assert words in str(caught.value)
-
-
 TYPE_ERRORS = [
     (
         {"q": np.ones((3, 4, 24), np.float32)},
@@ -524,9 +487,12 @@ TYPE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), TYPE_ERRORS)
-def test_type_errors(changes, words):
-    with pytest.raises(TypeError) as caught:
+@pytest.mark.parametrize(
+    ("changes", "words", "error"),
+    [*((*row, ValueError) for row in ERRORS), *((*row, TypeError) for row in TYPE_ERRORS)],
+)
+def test_errors(changes, words, error):
+    with pytest.raises(error) as caught:
         call(**changes)
     assert str(caught.value).startswith("varlen_attention: ")
     assert words in str(caught.value)

@@ -30,19 +30,16 @@ class Peer:
         """A call of its decode kernel on q [T, H, 576], kv_cache [pages, 64, 656], indices [T, K].
         Calls of the same shape share one `plan` of get_plan(); the first of them fills it."""
         num_tokens = len(q)
-        arguments = {
-            "q": pad_heads(q).view(num_reqs, num_tokens // num_reqs, -1, KEY_DIM),
-            "k_cache": kv_cache.unsqueeze(2),
-            "indices": indices.view(num_reqs, num_tokens // num_reqs, -1),
-            "block_table": None,
-            "cache_seqlens": None,
-            "head_dim_v": 512,
-            "tile_scheduler_metadata": plan,
-            "softmax_scale": scale,
-            "is_fp8_kvcache": True,
-            "use_legacy": True,
-        }
-        return lambda: self.module.flash_mla_with_kvcache(**arguments)
+        return self._with_kvcache(
+            plan,
+            scale,
+            q=pad_heads(q).view(num_reqs, num_tokens // num_reqs, -1, KEY_DIM),
+            k_cache=kv_cache.unsqueeze(2),
+            indices=indices.view(num_reqs, num_tokens // num_reqs, -1),
+            block_table=None,
+            cache_seqlens=None,
+            is_fp8_kvcache=True,
+        )
 
     def decode_v4(
         self,
@@ -56,39 +53,31 @@ class Peer:
         """The same on q [T, H, 512] and two caches [pages, 64, 584], with a plan of its own."""
         num_tokens = len(q)
         padded = pad_heads(q)
-        arguments = {
-            "q": padded.view(num_reqs, num_tokens // num_reqs, -1, 512),
-            "k_cache": caches[0].unsqueeze(2),
-            "indices": indices[0].view(num_reqs, num_tokens // num_reqs, -1),
-            "extra_k_cache": caches[1].unsqueeze(2),
-            "extra_indices_in_kvcache": indices[1].view(num_reqs, num_tokens // num_reqs, -1),
-            "attn_sink": pad(sink, padded.shape[1], dim=0),
-            "block_table": None,
-            "cache_seqlens": None,
-            "head_dim_v": 512,
-            "tile_scheduler_metadata": self.get_plan(),
-            "softmax_scale": scale,
-            "is_fp8_kvcache": True,
-            "use_legacy": True,
-        }
-        return lambda: self.module.flash_mla_with_kvcache(**arguments)
+        return self._with_kvcache(
+            self.get_plan(),
+            scale,
+            q=padded.view(num_reqs, num_tokens // num_reqs, -1, 512),
+            k_cache=caches[0].unsqueeze(2),
+            indices=indices[0].view(num_reqs, num_tokens // num_reqs, -1),
+            extra_k_cache=caches[1].unsqueeze(2),
+            extra_indices_in_kvcache=indices[1].view(num_reqs, num_tokens // num_reqs, -1),
+            attn_sink=pad(sink, padded.shape[1], dim=0),
+            block_table=None,
+            cache_seqlens=None,
+            is_fp8_kvcache=True,
+        )
 
     def decode_dense(
         self, q: Array, kv_cache: Array, block_table: Array, lens: Array, scale: float
     ) -> Callable[[], tuple]:
         """A call of its dense decode kernel on q [B, n, H, 576] and kv_cache [pages, 64, 576] bf16.
         Its first call makes its plan."""
-        arguments = {
-            "q": q,
-            "k_cache": kv_cache.unsqueeze(2),
-            "block_table": block_table,
-            "cache_seqlens": lens,
-            "head_dim_v": 512,
-            "tile_scheduler_metadata": self.get_plan(),
-            "softmax_scale": scale,
-            "causal": True,
-            "use_legacy": True,
-        }
+        keys = {"k_cache": kv_cache.unsqueeze(2), "block_table": block_table, "cache_seqlens": lens}
+        return self._with_kvcache(self.get_plan(), scale, q=q, **keys, causal=True)
+
+    def _with_kvcache(self, plan: Any, scale: float, **arguments: Any) -> Callable[[], tuple]:
+        arguments |= {"tile_scheduler_metadata": plan, "softmax_scale": scale}
+        arguments |= {"head_dim_v": 512, "use_legacy": True}
         return lambda: self.module.flash_mla_with_kvcache(**arguments)
 
     def get_plan(self) -> Any:

@@ -102,10 +102,10 @@ def write_rows(values: np.ndarray, fmt: str) -> np.ndarray:
     return cache
 
 
-def scales_of(cache: np.ndarray) -> np.ndarray:
-    """The scales of fp8_ds_mla rows, which are between 512 codes and the RoPE values."""
-    rows = cache.reshape(-1, FP8_ROW_BYTES)
-    return rows[:, 512 : 512 + 16].view(np.float32)
+def set_scales(scale: Any, arrays: Arrays) -> None:
+    """Of fp8_ds_mla rows, which have scales between 512 codes and the RoPE values."""
+    rows = arrays["kv_cache"].reshape(-1, FP8_ROW_BYTES)
+    rows[:, 512 : 512 + 16].view(np.float32)[:] = scale
 
 
 def attention(fmt: str, heads: int) -> Case:
@@ -129,13 +129,10 @@ def attention(fmt: str, heads: int) -> Case:
 
         return edit
 
-    def heavier(gap: float) -> Edit:
-        def change(keys: np.ndarray) -> np.ndarray:
-            keys[0] = 0
-            keys[0, 0] = gap
-            return keys
-
-        return with_keys(change)
+    def heavier(gap: float, keys: np.ndarray) -> np.ndarray:
+        keys[0] = 0
+        keys[0, 0] = gap
+        return keys
 
     def units(arrays: Arrays) -> None:
         """Logits of normal keys with softmax_scale 1: tens apart."""
@@ -146,18 +143,15 @@ def attention(fmt: str, heads: int) -> Case:
         keys[:, ::2] *= np.float32(1e-37)
         return keys
 
-    kinds: dict[str, Edit] = {f"a key {gap} above": heavier(gap) for gap in (70, 80, 86, 90, 100)}
+    gaps = (70, 80, 86, 90, 100)
+    kinds: dict[str, Edit] = {f"a key {x} above": with_keys(partial(heavier, x)) for x in gaps}
     kinds["unit rows, scale 1"] = units
     for size in (1e-20, 1e-36, 1e-37, 1e-38, 1e-40):
         kinds[f"keys {size:.0e}"] = with_keys(partial(np.multiply, np.float32(size)))
     kinds["every second value 1e-37"] = with_keys(mixed)
     kinds |= {f"q {size:.0e}": times(size, "q") for size in (1e-36, 1e-38, 1e-40)}
     if fmt == "fp8_ds_mla":
-
-        def least(arrays: Arrays) -> None:
-            scales_of(arrays["kv_cache"])[:] = FLT_MIN
-
-        kinds["scales FLT_MIN"] = least
+        kinds["scales FLT_MIN"] = partial(set_scales, FLT_MIN)
     if fmt == "fp8_v4":
 
         def bytes_0(arrays: Arrays) -> None:
@@ -174,52 +168,23 @@ def merge(dtype: Any) -> Case:
         states = {f"lse_{side}": normal(TOKENS, 16, dtype=np.float32) for side in "ab"}
         return {name: x.astype(dtype) for name, x in outs.items()} | states
 
-    def apart(gap: float) -> Edit:
-        def edit(arrays: Arrays) -> None:
-            arrays["lse_a"] += np.float32(gap)
+    def pull_apart(gap: float, arrays: Arrays) -> None:
+        arrays["lse_a"] += np.float32(gap)
 
-        return edit
-
-    kinds = sizes("out_a", "out_b") | {f"{gap} apart": apart(gap) for gap in (80, 86, 88)}
+    kinds = sizes("out_a", "out_b")
+    kinds |= {f"{gap} apart": partial(pull_apart, gap) for gap in (80, 86, 88)}
     return Case("merge_attn_states", make, kinds, np.dtype(dtype).name)
 
 
 # --- projections and logits ----------------------------------------------------------------------
 
 
-def both(first: Edit, second: Edit) -> Edit:
-    def edit(arrays: Arrays) -> None:
-        first(arrays)
-        second(arrays)
-
-    return edit
-
-
-def k_up() -> Case:
+def projection(op: str, given: Arrays, x: str, weight: str) -> Case:
     def make() -> Arrays:
-        return arguments.k_up(TOKENS, 4) | {"W_UK": normal(512, 4, 128, std=0.05)}
+        return {x: given[x].copy(), weight: normal(*given[weight].shape, std=0.05)}
 
-    kinds = sizes("q_nope") | {"W_UK 1e-38": times(1e-38, "W_UK")}
-    kinds["both 1e-19"] = both(times(1e-19, "q_nope"), times(1e-19, "W_UK"))
-    return Case("k_up_proj", make, kinds)
-
-
-def v_up() -> Case:
-    def make() -> Arrays:
-        return arguments.v_up(TOKENS, 4) | {"W_UV": normal(512, 4, 128, std=0.05)}
-
-    kinds = sizes("x") | {"W_UV 1e-38": times(1e-38, "W_UV")}
-    kinds["both 1e-19"] = both(times(1e-19, "x"), times(1e-19, "W_UV"))
-    return Case("v_up_proj", make, kinds)
-
-
-def kv_up() -> Case:
-    def make() -> Arrays:
-        return {"kv_c": normal(TOKENS, 512), "kv_b_proj": normal(512, 512, std=0.05)}
-
-    kinds = sizes("kv_c") | {"kv_b_proj 1e-38": times(1e-38, "kv_b_proj")}
-    kinds["both 1e-19"] = both(times(1e-19, "kv_c"), times(1e-19, "kv_b_proj"))
-    return Case("kv_up_proj", make, kinds)
+    kinds = sizes(x) | {f"{weight} 1e-38": times(1e-38, weight)}
+    return Case(op, make, kinds | {"both 1e-19": times(1e-19, x, weight)})
 
 
 def grouped() -> Case:
@@ -252,15 +217,12 @@ def indexer(op: str, *, fp4: bool) -> Case:
             arrays["q_scale"] = np.full((8, 32, 4), 120, np.uint8)
         return arrays | ({"k": 256} if op == "lightning_indexer" else {})
 
-    def with_scale(scale: Any) -> Edit:
-        def edit(arrays: Arrays) -> None:
-            arrays["k_cache"][1][:] = scale
-
-        return edit
+    def set_key_scales(scale: Any, arrays: Arrays) -> None:
+        arrays["k_cache"][1][:] = scale
 
     kinds = {f"weights {x:.0e}": times(x, "weights") for x in (1e-30, 1e-36, 1e-38, 1e-40)}
     for scale in (2, 0) if fp4 else (1e-36, 1e-38, 1e-40):
-        kinds[f"scales {scale}"] = with_scale(scale)
+        kinds[f"scales {scale}"] = partial(set_key_scales, scale)
     return Case(op, make, kinds, "fp4" if fp4 else "fp8")
 
 
@@ -278,11 +240,13 @@ def insert(fmt: KvFormat, dtype: Any = BF16) -> Case:
         arrays = arguments.insert(fmt, SLOTS, dtype=dtype)
         return arrays | ({} if fmt == "fp8_e4m3" else {"kv_format": fmt})
 
+    def shrink(arrays: Arrays) -> None:
+        times(1e-37, "k")(arrays)
+        arrays["kv_scale"] = 1e-37
+
     kinds = sizes("k")
     if fmt == "fp8_e4m3":
-        kinds["k 1e-37, kv_scale 1e-37"] = both(
-            times(1e-37, "k"), lambda arrays: arrays.update(kv_scale=1e-37)
-        )
+        kinds["k 1e-37, kv_scale 1e-37"] = shrink
     return Case("quantize_and_insert_k_cache", make, kinds, f"{np.dtype(dtype).name} to {fmt}")
 
 
@@ -297,13 +261,8 @@ def read(op: str, dtype: str = "bfloat16") -> Case:
             return {"kv_cache": arguments.cache_of("fp8_ds_mla"), "dtype": dtype}
         return arguments.gather("fp8_ds_mla", 1, SLOTS)
 
-    def with_scale(scale: float) -> Edit:
-        def edit(arrays: Arrays) -> None:
-            scales_of(arrays["kv_cache"])[:] = scale
-
-        return edit
-
-    kinds = {f"scales {x:.0e}": with_scale(x) for x in (1e-30, 1e-36, 1.2e-38, 1e-40)}
+    scales = (1e-30, 1e-36, 1.2e-38, 1e-40)
+    kinds: dict[str, Edit] = {f"scales {x:.0e}": partial(set_scales, x) for x in scales}
     return Case(op, make, kinds, f"fp8_ds_mla to {dtype}")
 
 
@@ -415,20 +374,13 @@ def compress(ratio: int) -> Case:
             "ratio": ratio,
         }
 
-    def values(factor: float) -> Edit:
-        def edit(arrays: Arrays) -> None:
-            arrays["state"][..., :dim] *= np.float32(factor)
+    def scale(columns: slice, factor: float, arrays: Arrays) -> None:
+        arrays["state"][..., columns] *= np.float32(factor)
 
-        return edit
-
-    def scores(factor: float) -> Edit:
-        def edit(arrays: Arrays) -> None:
-            arrays["state"][..., dim:] *= np.float32(factor)
-
-        return edit
-
-    kinds = {f"values {x:.0e}": values(x) for x in (1e-20, 1e-36, 1e-38, 1e-40)}
-    kinds |= {f"scores tens apart (x {x})": scores(x) for x in (30, 60)}
+    values, scores = partial(scale, slice(dim)), partial(scale, slice(dim, None))
+    small = (1e-20, 1e-36, 1e-38, 1e-40)
+    kinds: dict[str, Edit] = {f"values {x:.0e}": partial(values, x) for x in small}
+    kinds |= {f"scores tens apart (x {x})": partial(scores, x) for x in (30, 60)}
     return Case("compress_norm_rope_store", make, kinds, f"ratio {ratio}")
 
 
@@ -437,9 +389,9 @@ def make_cases() -> list[Case]:
         *(attention(fmt, 16) for fmt in ("fp8_ds_mla", "bfloat16", "fp8_v4")),
         attention("fp8_ds_mla", 64),
         *map(merge, (np.float32, BF16)),
-        k_up(),
-        v_up(),
-        kv_up(),
+        projection("k_up_proj", arguments.k_up(TOKENS, 4), "q_nope", "W_UK"),
+        projection("v_up_proj", arguments.v_up(TOKENS, 4), "x", "W_UV"),
+        projection("kv_up_proj", arguments.kv_up(TOKENS, 512), "kv_c", "kv_b_proj"),
         grouped(),
         *(indexer("indexer_logits", fp4=fp4) for fp4 in (False, True)),
         indexer("lightning_indexer", fp4=False),
