@@ -155,6 +155,22 @@ def test_declarations_that_do_not_fit(declaration, name, error, words):
         _C.Operator(declaration, name)
 
 
+def test_defaults_that_cannot_be_read():
+    """A parameter without a default is a KeyError of the look-up. Any other error is the caller's
+    to see."""
+
+    class Broken(dict):
+        def __getitem__(self, name):
+            raise OSError(name)
+
+    def k_up_proj(q_nope, W_UK, *, out=None, stream=None):
+        """Not the one that users call."""
+
+    k_up_proj.__kwdefaults__ = Broken(out=None, stream=None)
+    with pytest.raises(OSError, match="^out$"):
+        _C.Operator(k_up_proj, "k_up_proj")
+
+
 def test_declarations_are_let_go():
     """An operator keeps no references to what it has read of a declaration, whether that fits or
     not, nor to the arguments of a refused call."""
