@@ -295,6 +295,22 @@ def test_results_are_known_before_the_call(op):
     assert len(known) == sum(kind in WRITTEN for _, kind in op.table)
 
 
+FOLLOWED = [
+    (op, row[2][1]) for op in ops.OPERATORS.values() for row in op.results if row[2][0] == "array"
+]
+
+
+@pytest.mark.parametrize(("op", "name"), FOLLOWED)
+def test_a_wrong_dtype_is_refused_before_a_result_has_it(op, name):
+    """NumPy would have its own words for a result of 128 bits per number."""
+    call = operators.FRAMEWORK_CALLS[op.__name__]()
+    table = dict(op.table)
+    values = {n: x for n, x in (call.args | call.kwargs).items() if table[n] not in WRITTEN}
+    values[name] = np.zeros(np.shape(values[name]), np.longdouble)
+    with pytest.raises(TypeError, match=rf"`{name}(\[0\])?` must be .*, got float128"):
+        op(**values)
+
+
 def joined(op, arguments: dict) -> dict:
     """The arguments with pairs in one, and without arrays for results."""
     table = dict(op.table)
@@ -416,6 +432,14 @@ def test_a_format_s_pages_without_their_size_are_refused_by_rules():
         cache = np.zeros((3, {1: 592, 2: 1152}[size]), np.uint8)
         given = {"kv_cache": cache, "kv_format": text, "block_size": size}
         assert known_results(ops.dequantize_kv_cache, given)[0][0] == (3, size, 512)
+
+
+def test_pages_are_not_as_long_as_the_call_says():
+    """The result of such pages would fill any memory. The pages are refused before it is made."""
+    pages = np.zeros((3, 600), np.uint8)
+    text = "`kv_cache` must have at least .* bytes per page of 2147483647 tokens"
+    with pytest.raises(ValueError, match=f"^dequantize_kv_cache: {text}"):
+        ops.dequantize_kv_cache(pages, kv_format="fp8_v4", block_size=2**31 - 1)
 
 
 # --- nothing is None but None --------------------------------------------------------------------
