@@ -167,7 +167,7 @@ def test_defaults_that_cannot_be_read():
         """Not the one that users call."""
 
     k_up_proj.__kwdefaults__ = Broken(out=None, stream=None)
-    with pytest.raises(OSError, match="^out$"):
+    with pytest.raises(OSError, match=r"^out$"):
         _C.Operator(k_up_proj, "k_up_proj")
 
 
