@@ -128,6 +128,9 @@ test_split_errors(void)
         "`weight` must have shape [512, 63] or [63, 512] (3 heads x (12 + 9)), got [512, 60]");
     w.w_uv = ARRAY(bf16, NOPE, 2, 18);
     EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE, "`w_uv` must have shape [512, 3, any], got");
+    w.w_uk = ARRAY(bf16, 7, 3, 12);
+    EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE,
+                "`w_uk` must have 512 rows, or 512 or 60 like the weight, got [7, 3, 12]");
 }
 
 /* ---- Weights that absorb others ------------------------------------------------------------ */

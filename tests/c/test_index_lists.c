@@ -136,6 +136,9 @@ test_mixed(void)
     args.compressed_block_table = NULL;
     EXPECT_FAIL(smla_build_mixed_sparse_indices(&args, &error), SMLA_ERROR_VALUE,
                 "`compressed_block_table` must be given, got none");
+    args.query_start_loc = NULL;
+    EXPECT_FAIL(smla_build_mixed_sparse_indices(&args, &error), SMLA_ERROR_VALUE,
+                "`query_start_loc` must be given, got none");
 }
 
 static void

@@ -155,6 +155,22 @@ def test_declarations_that_do_not_fit(declaration, name, error, words):
         _C.Operator(declaration, name)
 
 
+def test_defaults_that_cannot_be_read():
+    """A parameter without a default is a KeyError of the look-up. Any other error is the caller's
+    to see."""
+
+    class Broken(dict):
+        def __getitem__(self, name):
+            raise OSError(name)
+
+    def k_up_proj(q_nope, W_UK, *, out=None, stream=None):
+        """Not the one that users call."""
+
+    k_up_proj.__kwdefaults__ = Broken(out=None, stream=None)
+    with pytest.raises(OSError, match=r"^out$"):
+        _C.Operator(k_up_proj, "k_up_proj")
+
+
 def test_declarations_are_let_go():
     """An operator keeps no references to what it has read of a declaration, whether that fits or
     not, nor to the arguments of a refused call."""
@@ -279,6 +295,22 @@ def test_results_are_known_before_the_call(op):
     assert len(known) == sum(kind in WRITTEN for _, kind in op.table)
 
 
+FOLLOWED = [
+    (op, row[2][1]) for op in ops.OPERATORS.values() for row in op.results if row[2][0] == "array"
+]
+
+
+@pytest.mark.parametrize(("op", "name"), FOLLOWED)
+def test_a_wrong_dtype_is_refused_before_a_result_has_it(op, name):
+    """NumPy would have its own words for a result of 128 bits per number."""
+    call = operators.FRAMEWORK_CALLS[op.__name__]()
+    table = dict(op.table)
+    values = {n: x for n, x in (call.args | call.kwargs).items() if table[n] not in WRITTEN}
+    values[name] = np.zeros(np.shape(values[name]), np.longdouble)
+    with pytest.raises(TypeError, match=rf"`{name}(\[0\])?` must be .*, got float128"):
+        op(**values)
+
+
 def joined(op, arguments: dict) -> dict:
     """The arguments with pairs in one, and without arrays for results."""
     table = dict(op.table)
@@ -400,6 +432,14 @@ def test_a_format_s_pages_without_their_size_are_refused_by_rules():
         cache = np.zeros((3, {1: 592, 2: 1152}[size]), np.uint8)
         given = {"kv_cache": cache, "kv_format": text, "block_size": size}
         assert known_results(ops.dequantize_kv_cache, given)[0][0] == (3, size, 512)
+
+
+def test_pages_are_not_as_long_as_the_call_says():
+    """The result of such pages would fill any memory. The pages are refused before it is made."""
+    pages = np.zeros((3, 600), np.uint8)
+    text = "`kv_cache` must have at least .* bytes per page of 2147483647 tokens"
+    with pytest.raises(ValueError, match=f"^dequantize_kv_cache: {text}"):
+        ops.dequantize_kv_cache(pages, kv_format="fp8_v4", block_size=2**31 - 1)
 
 
 # --- nothing is None but None --------------------------------------------------------------------

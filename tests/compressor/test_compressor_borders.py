@@ -79,3 +79,15 @@ def save(count: int, num_threads: int) -> None:
 def test_long_writes_of_states(num_threads):
     for count in sizes_around(LONG * num_threads):
         on_threads(num_threads, save, count, num_threads)
+
+
+def test_groups_of_one_position():
+    """The least ratio there is."""
+    rng = np.random.default_rng(2)
+    kv, score = (rng.normal(0, 1, (3, 128)).astype(np.float32) for _ in range(2))
+    ape = rng.normal(0, 1, (1, 128)).astype(np.float32)
+    positions = np.array([0, 5, 6])
+    state = np.zeros((1, 4, 256), np.float32)
+    sparse_mla.save_partial_states(kv, score, ape, positions, state, np.array([3, 0, 1]))
+    rows = compressor.state_rows(kv, score, ape, positions)
+    assert_same_bits(state[0, [3, 0, 1]], rows, "ratio 1")

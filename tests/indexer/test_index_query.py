@@ -238,7 +238,7 @@ def test_a_product_of_scales_beyond_a_float_is_refused(softmax_scale, head_scale
 
 @pytest.mark.parametrize(
     ("softmax_scale", "head_scale", "product"),
-    [(1e200, 1e-200, 1.0), (0.0, 1e-300, 0.0), (2.0**-126, 1.0, 2.0**-126)],
+    [(1e200, 1e-200, 1.0), (0.0, 1e-300, 0.0), (1e-300, 0.0, 0.0), (2.0**-126, 1.0, 2.0**-126)],
 )
 def test_only_the_product_of_scales_must_be_a_float(softmax_scale, head_scale, product):
     got, want = (operators.GOOD_CALLS["fused_indexer_q_rope_quant"]() for _ in range(2))

@@ -301,3 +301,5 @@ def test_too_many_entries():
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         package.top_k_merge(indices, indices.view(np.float32), k=1)
+    most = np.zeros((2, 0, 2**30 - 1), np.int32)
+    assert sparse_mla.top_k_merge(most, most.view(np.float32), k=1).shape == (0, 1)

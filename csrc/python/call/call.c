@@ -316,16 +316,16 @@ keep_arrays(smla_py_call *call, smla_status status)
 
 /* What helps a caller of one framework after an error of the core, whose text knows none. */
 typedef struct framework_hint {
-    const char *rule; /* a part of the core's text */
-    const char *numpy;
-    const char *torch;
-    bool is_copy; /* no help for an array that the call writes */
+    const char *rule;  /* a part of the core's text */
+    const char *numpy; /* or NULL */
+    const char *torch; /* or NULL */
+    bool is_copy;      /* no help for an array that the call writes */
 } framework_hint;
 
 static const framework_hint framework_hints[] = {
-    {": nothing is cast here, make it int32", "", "", false},
-    {": nothing is cast here", " (bfloat16 in NumPy is ml_dtypes.bfloat16)", "", false},
-    {": view the bits as bfloat16", " (ml_dtypes.bfloat16 in NumPy)", "", false},
+    {": nothing is cast here, make it int32", NULL, NULL, false},
+    {": nothing is cast here", " (bfloat16 in NumPy is ml_dtypes.bfloat16)", NULL, false},
+    {": view the bits as bfloat16", " (ml_dtypes.bfloat16 in NumPy)", NULL, false},
     {"must have a contiguous last dimension", ": pass np.ascontiguousarray of it",
      ": pass its .contiguous()", true},
 };
@@ -345,6 +345,7 @@ find_blamed(const smla_py_call *call, const smla_error *error)
     return NULL;
 }
 
+/* The text that goes behind the error's, or NULL. */
 static const char *
 find_hint(const smla_py_call *call, const smla_error *error)
 {
@@ -355,12 +356,12 @@ find_hint(const smla_py_call *call, const smla_error *error)
         hint++;
     }
     if (array == NULL || hint == end || (array->is_written && hint->is_copy)) {
-        return "";
+        return NULL;
     }
     if (array->framework == SMLA_PY_NUMPY) {
         return hint->numpy;
     }
-    return smla_py_is_type_in_package(call->state, array->object, "torch") ? hint->torch : "";
+    return smla_py_is_type_in_package(call->state, array->object, "torch") ? hint->torch : NULL;
 }
 
 /* Raises an error of the core, with a hint for the framework of the array that it is about. */
@@ -369,7 +370,7 @@ raise_with_hint(const smla_py_call *call, const smla_error *error)
 {
     const char *const hint = find_hint(call, error); /* before there is an exception to lose */
     smla_py_raise(error);
-    if (hint[0] != '\0') {
+    if (hint != NULL) {
         PyErr_Format(PyErr_Occurred(), "%s%s", error->text, hint);
     }
 }

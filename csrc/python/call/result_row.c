@@ -203,8 +203,10 @@ find_dtype(const row_reader *reader, const smla_py_result_dtype *dtype, DLDataTy
     case SMLA_PY_DTYPE_OF_OPTION:
         *found = *(const DLDataType *)field_of(reader, dtype->row);
         return true;
-    default: *found = dtype->fixed; return true;
+    default: break;
     }
+    *found = dtype->fixed;
+    return true;
 }
 
 /* Whether the call makes the result, if the caller left it out. An OVER_FIRST result is not made
