@@ -21,12 +21,15 @@ torch = import_quietly("torch")
 CAUSAL = Mask(causal=True)
 FORMATS = ["fp8", E4M3_576, TOKEN]
 STEP = 128  # keys
+LEAST_TOKENS = 3 * torch.cuda.get_device_properties(0).multi_processor_count // 2
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the kernel is Hopper's", allow_module_level=True)
 
 
 def make(lens: list[int], *, queries=2, mask=CAUSAL, fmt="fp8", **more) -> Dense:
+    """Requests without keys make a call of few others large enough for tiles."""
+    lens = lens + [0] * (LEAST_TOKENS // queries + 1 - len(lens))
     return Dense([queries] * len(lens), lens, is_uniform=True, mask=mask, fmt=fmt, **more)
 
 
@@ -68,7 +71,8 @@ CALLS = [
     ("128, 4, 8", f"{TILES.format(32)} (tokens 512, splits 1)"),
     ("128, 4, 16, window_size=(-1, 3)", f"{TILES.format(64)} (tokens 512, splits 1)"),
     ("128, 2, 32, 576", f"{TILES.format(64).replace('fp8', 'e4m3')} (tokens 256, splits 1)"),
-    ("8, 2, 8, causal=True", f"{TILES.format(16)} (tokens 16, splits 16)"),
+    ("25, 8, 8, causal=True", f"{TILES.format(64)} (tokens 200, splits 5)"),
+    ("8, 2, 8, causal=True", f"{DENSE.format(16)} (tokens 16, splits 8)"),
     ("128, 1, 16", f"{DENSE.format(16)} (tokens 128, splits 1)"),
     ("128, 2, 64", f"{DENSE.format(64)} (tokens 256, splits 1)"),
     ("128, 2, 16, num_splits=1", f"{DENSE.format(16)} (tokens 256, splits 1)"),
@@ -122,7 +126,7 @@ def test_rows_with_one_key_among_holes():
     case = make([700], queries=2, heads=16, block_size=1)
     left = case.slots[1][[100, 699]]
     case.table[0, [x for x in range(700) if x not in (100, 699)]] = -1
-    case.slots = [left[:1], left]
+    case.slots[:2] = [left[:1], left]
     check(case)
 
 
@@ -151,7 +155,7 @@ def test_pairs_of_queries(heads, e4m3):
     check(make([500, 70], queries=3, heads=heads, fmt=E4M3_576, e4m3=e4m3, is_pair=True))
 
 
-@pytest.mark.parametrize("count", [1, 3, 31, 66, 67, 128, 131, 133, 160])
+@pytest.mark.parametrize("count", [1, 31, 66, 100, 128, 131, 133, 160])
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_numbers_of_requests(heads, count):
     """Splits, one item per SM, whole tokens before splits, and several rounds."""
@@ -159,7 +163,7 @@ def test_numbers_of_requests(heads, count):
     case = make(lens, heads=heads, sink=True, block_size=64)
     got = case.run(attend)
     assert_within_bounds(case.reference(), got)
-    size = sparse_mla.attention_workspace_size(2 * count, heads, max(lens), device=device.NAME)
+    size = sparse_mla.attention_workspace_size(len(got["lse"]), heads, max(lens), device=device.NAME)
     for byte in (0, 255):
         other = case.run(attend, workspace=np.full(size, byte, np.uint8))
         for name, x in got.items():
@@ -238,7 +242,7 @@ def test_a_row_of_nan(back, fmt):
         assert np.isnan(ref.to_f32(got["out"][token])).all() or not sees[token]
     if not sees[0]:
         assert np.allclose(got["lse"][0], want.lse[0], rtol=1e-4)
-    left = {name: x[2:] for name, x in got.items()}
+    left = {name: x[2:4] for name, x in got.items()}
     assert_within_bounds(want.rows(slice(2, 4)), left, **bounds_of(case))
 
 
@@ -293,7 +297,7 @@ def test_replays():
     q, cache, table, lens = (
         torch.from_numpy(np.ascontiguousarray(x).view(np.uint8)).cuda() for x in arrays
     )
-    q = q.view(torch.bfloat16).view(3, 2, 16, 576)
+    q = q.view(torch.bfloat16).view(-1, 2, 16, 576)
     cache = cache.view(arrays[1].shape)
     table = table.view(torch.int32).view(arrays[2].shape)
     lens = lens.view(torch.int32)
@@ -308,8 +312,8 @@ def test_replays():
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
-        bits = out.view(torch.int16).cpu().numpy().view(np.uint16).reshape(6, 16, 512)
-        assert np.array_equal(bits, np.asarray(want["out"]).view(np.uint16).reshape(6, 16, 512))
+        bits = out.view(torch.int16).cpu().numpy().view(np.uint16).reshape(-1, 16, 512)
+        assert np.array_equal(bits, np.asarray(want["out"]).view(np.uint16).reshape(-1, 16, 512))
         assert np.array_equal(
-            lse.cpu().numpy().reshape(6, 16), np.asarray(want["lse"]).reshape(6, 16)
+            lse.cpu().numpy().reshape(-1, 16), np.asarray(want["lse"]).reshape(-1, 16)
         )

@@ -68,10 +68,13 @@ test_choice(void)
         {128, 2, 128, "sm90_fp8_dense_64", 0, 1},
         {128, 3, 32, "sm90_fp8_dense_32", 0, 1},
         {128, 7, 16, "sm90_fp8_dense_16", 0, 1},
-        /* few requests: the splits are those of calls with as many heads as a tile has rows */
-        {1, 2, 8, "sm90_fp8_tiles_16", 2, 64},
-        {8, 2, 8, "sm90_fp8_tiles_16", 2, 16},
+        /* few groups: the splits are those of calls with as many heads as a tile has rows */
+        {25, 8, 8, "sm90_fp8_tiles_64", 8, 5},
         {64, 4, 16, "sm90_fp8_tiles_64", 4, 2},
+        /* at most one and a half tokens per SM */
+        {99, 2, 16, "sm90_fp8_dense_16", 0, 1},
+        {100, 2, 16, "sm90_fp8_tiles_32", 2, 1},
+        {8, 2, 8, "sm90_fp8_dense_16", 0, 8},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const smla_attention_shape shape =
@@ -192,7 +195,7 @@ test_plans(void)
 static void
 test_known_plans_have_tiles(void)
 {
-    for (int64_t groups = 1; groups < 300; groups++) {
+    for (int64_t groups = 100; groups < 400; groups++) {
         smla_attention_shape one = make_shape(groups, 1, 32);
         const smla_attention_shape two = make_shape(groups, 2, 16);
         smla_attention_plan of_one, of_two;

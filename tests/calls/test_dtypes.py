@@ -38,7 +38,15 @@ NAMED = {  # in the order in which error texts list them
 }
 NEIGHBOURS = {"float64": "f8", "int16": "i2", "uint16": "u2", "uint32": "u4", "uint64": "u8"}
 NEIGHBOURS |= {"complex64": "c8"}
-NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">i4", ">f4", "M8[s]")
+NO_NAMES = (
+    np.clongdouble,
+    ml_dtypes.float8_e5m2,
+    ml_dtypes.float8_e4m3fnuz,
+    ml_dtypes.int4,
+    ">i4",
+    ">f4",
+    "M8[s]",
+)
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
 BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
 ATTEND_HEADS = ("varlen_attention", "paged_attention")

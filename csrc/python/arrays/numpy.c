@@ -48,7 +48,8 @@ smla_py_init_numpy(smla_py_state *state)
     return status;
 }
 
-/* Translates a NumPy dtype to DLPack's; false for a type that DLPack cannot express. */
+/* Translates a NumPy dtype to DLPack's; false for a type that DLPack cannot express, which counts
+ * at most 255 bits: complex256 has more. */
 static bool
 read_dtype(const smla_py_state *state, const PyArray_Descr *descr, DLDataType *dtype)
 {
@@ -69,7 +70,7 @@ read_dtype(const smla_py_state *state, const PyArray_Descr *descr, DLDataType *d
         return false;
     }
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
-        if (descr->kind == kinds[i].kind) {
+        if (descr->kind == kinds[i].kind && PyDataType_ELSIZE(descr) <= UINT8_MAX / 8) {
             *dtype = (DLDataType){kinds[i].code, (uint8_t)(8 * PyDataType_ELSIZE(descr)), 1};
             return true;
         }

@@ -326,7 +326,9 @@ expect_dense_keys(split_problem *problem)
 }
 
 /* Makes a problem of tokens into one of groups of `count` tokens, if the kernel has tiles. A given
- * number of splits excludes them, because a row's bits must then not depend on other tokens. */
+ * number of splits excludes them, because a row's bits must then not depend on other tokens. Where
+ * single tokens take little more than one wave, tiles would have SMs to spare: requests of 1024
+ * keys then took up to 1.5 times as long. */
 static bool
 take_tiles(const smla_attention_shape *shape, smla_kernel_call call, int64_t count,
            split_problem *problem)
@@ -334,6 +336,7 @@ take_tiles(const smla_attention_shape *shape, smla_kernel_call call, int64_t cou
     split_problem tiles;
     call.num_heads *= count;
     if (count == 1 || shape->num_splits != 0 ||
+        2 * shape->num_tokens <= 3 * problem->device->num_sms ||
         !find_problem(problem->device, shape, &call, &tiles) || tiles.whole->launch_tiles == NULL) {
         return false;
     }
