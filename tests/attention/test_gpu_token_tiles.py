@@ -163,7 +163,9 @@ def test_numbers_of_requests(heads, count):
     case = make(lens, heads=heads, sink=True, block_size=64)
     got = case.run(attend)
     assert_within_bounds(case.reference(), got)
-    size = sparse_mla.attention_workspace_size(len(got["lse"]), heads, max(lens), device=device.NAME)
+    size = sparse_mla.attention_workspace_size(
+        len(got["lse"]), heads, max(lens), device=device.NAME
+    )
     for byte in (0, 255):
         other = case.run(attend, workspace=np.full(size, byte, np.uint8))
         for name, x in got.items():
