@@ -73,8 +73,8 @@ template <typename Shape> struct fp8_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* positions without a key (add_absent) */
     typename Shape::OnlyKey only[2][GATHER_WARPS];    /* a gather warp's key, if it has only one */
     union {
-        alignas(16) key_counts num_keys[2]; /* of calls over lists */
-        typename Shape::Limits limits;      /* of tiles */
+        alignas(16) key_counts num_keys[2]; /* calls over lists */
+        typename Shape::Limits limits;      /* tiles */
     };
     alignas(8) float shift[Shape::HEADS];        /* amounts of the last raise of references */
     alignas(8) float shift_factor[Shape::HEADS]; /* 2^-shift */
