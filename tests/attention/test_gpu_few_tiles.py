@@ -4,13 +4,16 @@ calls it takes is in tests/c/test_cuda_few_tiles.c."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import device
 import numpy as np
 import pytest
 import reference as ref
 from dense_cases import Dense, Mask
+from dense_cases import check_twice as check
 from device import import_quietly
+from gpu import capture
 from helpers import assert_kernels, assert_same_bits, assert_within_bounds
 from library import sparse_mla
 
@@ -27,16 +30,6 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 def make(lens: list[int], *, queries: int = 1, mask=CAUSAL, **more) -> Dense:
     return Dense([queries] * len(lens), lens, is_uniform=True, mask=mask, **more)
-
-
-def check(case: Dense) -> dict:
-    """Asserts that results are within the bounds, and are the same again."""
-    got = case.run(attend)
-    assert_within_bounds(case.reference(), got)
-    again = case.run(attend)
-    for name, x in got.items():
-        assert_same_bits(again[name], x, f"{name} of the second run")
-    return got
 
 
 SETUP = """
@@ -214,13 +207,8 @@ def test_replays_with_other_lengths():
     table = table.view(torch.int32).view(case.table.shape)
     lens = lens.view(torch.int32)
     options = {"softmax_scale": case.softmax_scale, "causal": True}
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        package.mla_attention(q, cache, table, lens, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = package.mla_attention(q, cache, table, lens, **options)
+    call = partial(package.mla_attention, q, cache, table, lens, **options)
+    graph, (out, lse) = capture(call)
     for new in ([3000, 2990, 2, 700], [1, 64, 0, 65], [0, 0, 0, 0], [129, 2900, 1, 699]):
         shorter = dataclasses.replace(case, seq_lens=case.seq_lens)
         shorter.cache, shorter.table, shorter.q = case.cache, case.table, case.q

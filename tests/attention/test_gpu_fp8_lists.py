@@ -6,7 +6,7 @@ import pytest
 import reference as ref
 from cases import picker
 from dense_cases import Dense, Mask
-from helpers import assert_same_bits, assert_within_bounds
+from helpers import assert_same_bits, assert_within_bounds, check_seeds
 from library import sparse_mla
 from test_mla_attention import check
 
@@ -108,12 +108,7 @@ def test_one_key(heads, num_splits):
 
 @pytest.mark.parametrize("block", range(6))
 def test_random_batches(block):
-    for seed in range(30 * block, 30 * block + 30):
-        case = draw(seed)
-        try:
-            check(case)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    check_seeds(range(30 * block, 30 * block + 30), lambda seed: check(draw(seed)))
 
 
 def draw(seed: int) -> Dense:

@@ -3,14 +3,17 @@ Which calls it takes is in tests/c/test_cuda_token_tiles.c."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import device
 import numpy as np
 import pytest
 import reference as ref
 from cases import picker
-from dense_cases import TOKEN, Dense, Mask
+from dense_cases import TOKEN, Dense, Mask, check_twice
 from device import import_quietly
-from helpers import assert_kernels, assert_same_bits, assert_within_bounds
+from gpu import capture
+from helpers import assert_kernels, assert_same_bits, assert_within_bounds, check_seeds
 from library import sparse_mla
 from row_formats import E4M3_576
 
@@ -39,13 +42,7 @@ def bounds_of(case: Dense) -> dict:
 
 
 def check(case: Dense) -> dict:
-    """Asserts that results are within the bounds, and are the same again."""
-    got = case.run(attend)
-    assert_within_bounds(case.reference(), got, **bounds_of(case))
-    again = case.run(attend)
-    for name, x in got.items():
-        assert_same_bits(again[name], x, f"{name} of the second run")
-    return got
+    return check_twice(case, **bounds_of(case))
 
 
 SETUP = """
@@ -284,15 +281,11 @@ def draw(seed: int) -> Dense:
 
 @pytest.mark.parametrize("block", range(6))
 def test_random_batches(block):
-    for seed in range(20 * block, 20 * block + 20):
-        try:
-            check(draw(seed))
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    check_seeds(range(20 * block, 20 * block + 20), lambda seed: check(draw(seed)))
 
 
 def test_replays():
-    """A captured call gives the bits of the first one, and reads lengths when it runs."""
+    """A captured call gives the bits of the first one."""
     case = make([900, 64, 1], queries=2, heads=16, block_size=64)
     want = case.run(attend)
     arrays = case.arguments()
@@ -304,13 +297,8 @@ def test_replays():
     table = table.view(torch.int32).view(arrays[2].shape)
     lens = lens.view(torch.int32)
     options = {"softmax_scale": case.softmax_scale, "causal": True}
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        package.mla_attention(q, cache, table, lens, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = package.mla_attention(q, cache, table, lens, **options)
+    call = partial(package.mla_attention, q, cache, table, lens, **options)
+    graph, (out, lse) = capture(call)
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import reference as ref
 from cases import encode_keys, head_dim, make_sink, random_bf16
-from helpers import Guarded
+from helpers import Guarded, assert_same_bits, assert_within_bounds
+from library import sparse_mla
 from row_formats import ALL_FORMATS, E4M3_576, Pages
 
 from sparse_mla import _C
@@ -331,3 +332,13 @@ class Dense:
             has_scales=self.cache.has_scales,
             softcap=self.softcap,
         )
+
+
+def check_twice(case: Dense, **bounds) -> dict:
+    """The results of a batch, which are within the bounds, and the same in a second run."""
+    got = case.run(sparse_mla.mla_attention)
+    assert_within_bounds(case.reference(), got, **bounds)
+    again = case.run(sparse_mla.mla_attention)
+    for name, x in got.items():
+        assert_same_bits(again[name], x, f"{name} of the second run")
+    return got

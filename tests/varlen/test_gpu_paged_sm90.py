@@ -12,7 +12,7 @@ import reference as ref
 from cases import picker
 from dense_cases import Mask
 from device import import_quietly
-from helpers import assert_kernels, assert_same_bits, assert_within_bounds
+from helpers import assert_kernels, assert_same_bits, assert_within_bounds, check_seeds
 from library import sparse_mla
 from paged_cases import Paged
 
@@ -160,11 +160,7 @@ def draw(seed: int) -> Paged:
 
 @pytest.mark.parametrize("block", range(20))
 def test_random_batches(block):
-    for seed in range(20 * block, 20 * block + 20):
-        try:
-            check(draw(seed))
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    check_seeds(range(20 * block, 20 * block + 20), lambda seed: check(draw(seed)))
 
 
 # --- values --------------------------------------------------------------------------------------
