@@ -226,6 +226,7 @@ fake_gpu_reset(void)
     }
     fake.num_good = -1;
     fake.is_busy = false;
+    fake.pinned_bytes = 0;
     fake.mapped_bytes = 0;
     fake_default_stream.is_capturing = false;
     fake_default_stream.follows = NULL;
