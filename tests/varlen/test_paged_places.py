@@ -289,6 +289,29 @@ def test_a_table_ends_before_its_request():
         check(Paged([3, 1], [70, 9], 4, 2, (64, 64), mask=CAUSAL, missing=missing))
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_no_bit_depends_on_where_a_table_ends(mask, page_size, isa):
+    """Columns that a table lacks hide their keys as entries of no page do, all but one or all."""
+    width = -(-70 // page_size)
+    for missing in (1, width // 2, width - 1, width):
+        case = Paged([3, 1], [70, 9], 4, 2, (64, 64), mask=MASKS[mask], missing=missing)
+        got = case.run(attend)
+        case.table = np.pad(case.table, ((0, 0), (0, missing)), constant_values=-1)
+        assert_same(case.run(attend), got)
+
+
+@pytest.mark.parametrize("num_queries", [1, 40])
+@pytest.mark.parametrize("num_splits", [0, 1, 5])
+def test_lengths_far_behind_the_table(num_queries, num_splits):
+    """What a padded row of an engine may have: keys that no table names cost the CPU no time."""
+    case = Paged([num_queries], [48], 4, 2, (64, 64), num_splits=num_splits)
+    *arrays, length = case.arguments()
+    length[0] = 1_000_000 if ON_CUDA else 2**31 - 1
+    out, lse = attend(*arrays, length, **case.options)
+    assert_within_bounds(case.reference(), {"out": out, "lse": lse})
+
+
 # --- memory that must not be read ----------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ count_lanes(const smla_attention_params *params, const smla_kv_request *of)
 {
     int64_t count = 0;
     for (int64_t query = 0; query < of->num_queries; query++) {
-        count += !smla_is_one_key(smla_find_kv_range(&params->visible.rule, of, query));
+        count += !smla_is_one_key(smla_find_mha_range(params, of, query));
     }
     return count * smla_mha_group(params);
 }

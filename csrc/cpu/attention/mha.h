@@ -78,6 +78,22 @@ smla_find_kv_place(const smla_attention_params *params, int64_t req, int64_t pos
     return entry < 0 || place.page >= pages->num_pages ? hidden : place;
 }
 
+/* The keys that a query of a request sees, but for those behind the last entry of its table, which
+ * are hidden: however many keys a length counts, they cost no time. */
+static inline smla_key_range
+smla_find_mha_range(const smla_attention_params *params, const smla_kv_request *of, int64_t query)
+{
+    const smla_key_range range = smla_find_kv_range(&params->visible.rule, of, query);
+    if (params->source != SMLA_KEYS_PAGED) {
+        return range;
+    }
+    const smla_page_table *const table = &params->pages.table;
+    const int64_t positions = table->num_blocks * table->block_size;
+    const int64_t past = positions > of->first_key ? positions - of->first_key : 0;
+    return (smla_key_range){smla_clamp_int64(range.begin, 0, past),
+                            smla_clamp_int64(range.end, 0, past)};
+}
+
 /* Values of a row: `dim` of them, from element `at` of an array on. */
 typedef struct smla_row_part {
     const void *data;

@@ -9,7 +9,7 @@
 static smla_key_range
 find_keys(const tile_work *work, const smla_kv_request *of, int64_t query)
 {
-    const smla_key_range seen = smla_find_kv_range(&work->params->visible.rule, of, query);
+    const smla_key_range seen = smla_find_mha_range(work->params, of, query);
     const smla_key_range in = work->tile->keys;
     const int64_t begin = smla_clamp_int64(seen.begin, in.begin, in.end);
     return (smla_key_range){begin, smla_clamp_int64(seen.end, begin, in.end)};
