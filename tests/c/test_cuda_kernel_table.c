@@ -18,25 +18,21 @@ find_format(bool is_fp8)
 
 /* Kernels of dense calls over FP8 rows, and no others, have one for tiles of query tokens. */
 static void
-expect_tiles(const smla_attention_kernel *kernel, const char *launcher)
+expect_tiles(const smla_attention_kernel *kernel, const char *stem)
 {
-    static const char *const stems[][2] = {{"sm90_fp8", "attention_fp8_tiles_sm90.cu"},
-                                           {"sm90_e4m3", "attention_e4m3_tiles_sm90.cu"}};
-    bool has_tiles = false;
-    for (int i = 0; i < 2; i++) {
-        char dense[32], tiles[32], name[64];
-        (void)snprintf(dense, sizeof dense, "%s_dense_%d", stems[i][0], kernel->heads_per_cta);
-        (void)snprintf(tiles, sizeof tiles, "%s_tiles_%d", stems[i][0], kernel->heads_per_cta);
-        (void)snprintf(name, sizeof name, "%s, %d rows per CTA", stems[i][1],
+    const char *const rows = strcmp(stem, "sm90_fp8_dense") == 0    ? "fp8"
+                             : strcmp(stem, "sm90_e4m3_dense") == 0 ? "e4m3"
+                                                                    : NULL;
+    EXPECT_EQ(kernel->launch_tiles != NULL, rows != NULL);
+    EXPECT_EQ(kernel->tiles_name != NULL, rows != NULL);
+    if (rows != NULL) {
+        char tiles[32], name[64];
+        (void)snprintf(tiles, sizeof tiles, "sm90_%s_tiles_%d", rows, kernel->heads_per_cta);
+        (void)snprintf(name, sizeof name, "attention_%s_tiles_sm90.cu, %d rows per CTA", rows,
                        kernel->heads_per_cta);
-        if (strcmp(launcher, dense) == 0) {
-            has_tiles = true;
-            EXPECT(strcmp(name_of_launcher(kernel->launch_tiles), tiles) == 0);
-            EXPECT(strcmp(kernel->tiles_name, name) == 0);
-        }
+        EXPECT(strcmp(name_of_launcher(kernel->launch_tiles), tiles) == 0);
+        EXPECT(strcmp(kernel->tiles_name, name) == 0);
     }
-    EXPECT_EQ(kernel->launch_tiles != NULL, has_tiles);
-    EXPECT_EQ(kernel->tiles_name != NULL, has_tiles);
 }
 
 /* The rows in the order in which they are tried. attention_sm80.cu has in shared memory: query and
@@ -45,115 +41,86 @@ static void
 test_table(void)
 {
     static const struct {
-        const char *launcher, *name, *arch, *heads;
+        const char *stem, *file;
         smla_kv_set formats;
         int min_heads, heads_per_cta, max_columns, block_columns, ctas_per_sm, shared_bytes;
     } rows[] = {
-        {"sm90_small_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
-         SMLA_ROWS_FP8, 17, 32, 256, 64, 1, 232448},
-        {"sm90_small_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_FP8, 1, 16, 256, 64, 1, 232448},
-        {"sm90_small_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
-         SMLA_ROWS_FP8, 33, 64, 256, 64, 1, 232448},
-        {"sm90_small_v4_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
-         SMLA_ROWS_V4, 17, 32, 256, 64, 1, 232448},
-        {"sm90_small_v4_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_V4, 1, 16, 256, 64, 1, 232448},
-        {"sm90_small_v4_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
-         SMLA_ROWS_V4, 33, 64, 256, 64, 1, 232448},
-        {"sm90_fp8_64", "attention_fp8_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
-         SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
-        {"sm90_fp8_32", "attention_fp8_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
-         SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
-        {"sm90_fp8_16", "attention_fp8_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
-        {"sm90_v4_64", "attention_fp8_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_V4,
-         33, 64, 0, 128, 1, 232448},
-        {"sm90_v4_32", "attention_fp8_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_V4,
-         17, 32, 0, 128, 1, 232448},
-        {"sm90_v4_16", "attention_fp8_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_V4,
-         1, 16, 0, 128, 1, 232448},
-        {"sm90_bf16_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
-        {"sm90_bf16_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16_512, 1, 64, 0, 128, 1, 232448},
-        {"sm90_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_EXACT_512, 1, 64, 0, 128, 1, 232448},
-        {"sm90_dense_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
-        {"sm90_dense_512_64", "attention_dense_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
-        {"sm90_few_64", "attention_few_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
-        {"sm90_few_512_64", "attention_few_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
-        {"sm90_fp8_dense_64", "attention_fp8_dense_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
-         SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
-        {"sm90_fp8_dense_32", "attention_fp8_dense_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
-         SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
-        {"sm90_fp8_dense_16", "attention_fp8_dense_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
-        {"sm90_e4m3_dense_64", "attention_fp8_e4m3_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
-         SMLA_ROWS_E4M3_576, 33, 64, 0, 128, 1, 232448},
-        {"sm90_e4m3_dense_32", "attention_fp8_e4m3_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
-         SMLA_ROWS_E4M3_576, 17, 32, 0, 128, 1, 232448},
-        {"sm90_e4m3_dense_16", "attention_fp8_e4m3_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
-         SMLA_ROWS_E4M3_576, 1, 16, 0, 128, 1, 232448},
-        {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
-         33, 64, 0, 32, 1, 161664},
-        {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
-         17, 32, 0, 32, 1, 99584},
-        {"sm80_fp8_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_FP8,
-         1, 16, 0, 32, 2, 68608},
-        {"sm80_bf16_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
-         SMLA_ROWS_BF16, 33, 64, 0, 32, 1, 149376},
-        {"sm80_bf16_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
-         SMLA_ROWS_BF16, 17, 32, 0, 32, 1, 93440},
-        {"sm80_bf16_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_BF16,
-         1, 16, 0, 32, 2, 65536},
-        {"sm80_bf16_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
-         SMLA_ROWS_BF16_512, 33, 64, 0, 32, 1, 149376},
-        {"sm80_bf16_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
-         SMLA_ROWS_BF16_512, 17, 32, 0, 32, 1, 93440},
-        {"sm80_bf16_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
-         SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
-        {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
-         SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
-        {"sm80_e4m3_576_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
-         SMLA_ROWS_E4M3_576, 33, 64, 0, 32, 1, 149376},
-        {"sm80_e4m3_576_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
-         SMLA_ROWS_E4M3_576, 17, 32, 0, 32, 1, 93440},
-        {"sm80_e4m3_576_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
-         SMLA_ROWS_E4M3_576, 1, 16, 0, 32, 2, 65536},
-        {"sm80_any_576_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
-         SMLA_ROWS_ANY_576, 1, 16, 0, 32, 2, 68608},
-        {"sm80_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_512,
-         33, 64, 0, 32, 1, 161664},
-        {"sm80_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_512,
-         17, 32, 0, 32, 1, 99584},
-        {"sm80_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_512,
-         1, 16, 0, 32, 2, 68608},
-        {"sm90_mha", "mha_attention_sm90.cu", "sm_90", "1...128", 0, 1, 0, 0, 0, 0, 232448},
-        {"sm80_mha", "varlen_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
-        {"sm90_paged", "paged_attention_sm90.cu", "sm_90", "1...128", 0, 1, 0, 0, 0, 0, 232448},
-        {"sm80_paged", "paged_attention.cu", "sm_80+", "1...128", 0, 1, 0, 0, 0, 0, 0},
+        {"sm90_small", "attention_small_sm90", SMLA_ROWS_FP8, 17, 32, 256, 64, 1, 232448},
+        {"sm90_small", "attention_small_sm90", SMLA_ROWS_FP8, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small", "attention_small_sm90", SMLA_ROWS_FP8, 33, 64, 256, 64, 1, 232448},
+        {"sm90_small_v4", "attention_small_sm90", SMLA_ROWS_V4, 17, 32, 256, 64, 1, 232448},
+        {"sm90_small_v4", "attention_small_sm90", SMLA_ROWS_V4, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small_v4", "attention_small_sm90", SMLA_ROWS_V4, 33, 64, 256, 64, 1, 232448},
+        {"sm90_fp8", "attention_fp8_sm90", SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
+        {"sm90_fp8", "attention_fp8_sm90", SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
+        {"sm90_fp8", "attention_fp8_sm90", SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
+        {"sm90_v4", "attention_fp8_sm90", SMLA_ROWS_V4, 33, 64, 0, 128, 1, 232448},
+        {"sm90_v4", "attention_fp8_sm90", SMLA_ROWS_V4, 17, 32, 0, 128, 1, 232448},
+        {"sm90_v4", "attention_fp8_sm90", SMLA_ROWS_V4, 1, 16, 0, 128, 1, 232448},
+        {"sm90_bf16", "attention_bf16_sm90", SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
+        {"sm90_bf16_512", "attention_bf16_sm90", SMLA_ROWS_BF16_512, 1, 64, 0, 128, 1, 232448},
+        {"sm90_512", "attention_bf16_sm90", SMLA_ROWS_EXACT_512, 1, 64, 0, 128, 1, 232448},
+        {"sm90_dense", "attention_dense_sm90", SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
+        {"sm90_dense_512", "attention_dense_sm90", SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
+        {"sm90_few", "attention_few_sm90", SMLA_ROWS_BF16, 1, 64, 0, 0, 1, 232448},
+        {"sm90_few_512", "attention_few_sm90", SMLA_ROWS_BF16_512, 1, 64, 0, 0, 1, 232448},
+        {"sm90_fp8_dense", "attention_fp8_dense_sm90", SMLA_ROWS_FP8, 33, 64, 0, 128, 1, 232448},
+        {"sm90_fp8_dense", "attention_fp8_dense_sm90", SMLA_ROWS_FP8, 17, 32, 0, 128, 1, 232448},
+        {"sm90_fp8_dense", "attention_fp8_dense_sm90", SMLA_ROWS_FP8, 1, 16, 0, 128, 1, 232448},
+        {"sm90_e4m3_dense", "attention_fp8_e4m3_sm90", SMLA_ROWS_E4M3_576, 33, 64, 0, 128, 1,
+         232448},
+        {"sm90_e4m3_dense", "attention_fp8_e4m3_sm90", SMLA_ROWS_E4M3_576, 17, 32, 0, 128, 1,
+         232448},
+        {"sm90_e4m3_dense", "attention_fp8_e4m3_sm90", SMLA_ROWS_E4M3_576, 1, 16, 0, 128, 1,
+         232448},
+        {"sm80_fp8", "attention_sm80", SMLA_ROWS_FP8, 33, 64, 0, 32, 1, 161664},
+        {"sm80_fp8", "attention_sm80", SMLA_ROWS_FP8, 17, 32, 0, 32, 1, 99584},
+        {"sm80_fp8", "attention_sm80", SMLA_ROWS_FP8, 1, 16, 0, 32, 2, 68608},
+        {"sm80_bf16", "attention_sm80", SMLA_ROWS_BF16, 33, 64, 0, 32, 1, 149376},
+        {"sm80_bf16", "attention_sm80", SMLA_ROWS_BF16, 17, 32, 0, 32, 1, 93440},
+        {"sm80_bf16", "attention_sm80", SMLA_ROWS_BF16, 1, 16, 0, 32, 2, 65536},
+        {"sm80_bf16_512", "attention_sm80", SMLA_ROWS_BF16_512, 33, 64, 0, 32, 1, 149376},
+        {"sm80_bf16_512", "attention_sm80", SMLA_ROWS_BF16_512, 17, 32, 0, 32, 1, 93440},
+        {"sm80_bf16_512", "attention_sm80", SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
+        {"sm80_mixed", "attention_sm80", SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
+        {"sm80_e4m3_576", "attention_sm80", SMLA_ROWS_E4M3_576, 33, 64, 0, 32, 1, 149376},
+        {"sm80_e4m3_576", "attention_sm80", SMLA_ROWS_E4M3_576, 17, 32, 0, 32, 1, 93440},
+        {"sm80_e4m3_576", "attention_sm80", SMLA_ROWS_E4M3_576, 1, 16, 0, 32, 2, 65536},
+        {"sm80_any_576", "attention_sm80", SMLA_ROWS_ANY_576, 1, 16, 0, 32, 2, 68608},
+        {"sm80_512", "attention_sm80", SMLA_ROWS_512, 33, 64, 0, 32, 1, 161664},
+        {"sm80_512", "attention_sm80", SMLA_ROWS_512, 17, 32, 0, 32, 1, 99584},
+        {"sm80_512", "attention_sm80", SMLA_ROWS_512, 1, 16, 0, 32, 2, 68608},
+        {"sm90_mha", "mha_attention_sm90", 0, 1, 0, 0, 0, 0, 232448},
+        {"sm80_mha", "varlen_attention", 0, 1, 0, 0, 0, 0, 0},
+        {"sm90_paged", "paged_attention_sm90", 0, 1, 0, 0, 0, 0, 232448},
+        {"sm80_paged", "paged_attention", 0, 1, 0, 0, 0, 0, 0},
     };
     enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
     EXPECT_EQ((int)NUM_KERNELS, (int)NUM_ROWS);
     EXPECT(smla_attention_kernels[NUM_ROWS].launch == NULL);
     for (int i = 0; i < NUM_ROWS; i++) {
         const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
-        const bool is_hopper = strcmp(rows[i].arch, "sm_90") == 0;
-        EXPECT(strcmp(launcher_of(kernel), rows[i].launcher) == 0);
-        EXPECT(strcmp(kernel->name, rows[i].name) == 0);
-        EXPECT(strcmp(kernel->arch_text, rows[i].arch) == 0);
-        EXPECT(strcmp(kernel->heads_text, rows[i].heads) == 0);
+        const char *const stem = rows[i].stem;
+        const bool is_hopper = strncmp(stem, "sm90", 4) == 0;
+        const int per_cta = rows[i].heads_per_cta;
+        char number[16] = "", per[32] = "", launcher[32], name[64], heads[16];
+        if (per_cta != 0) {
+            (void)snprintf(number, sizeof number, "_%d", per_cta);
+            (void)snprintf(per, sizeof per, ", %d heads per CTA", per_cta);
+        }
+        (void)snprintf(launcher, sizeof launcher, "%s%s", stem, number);
+        (void)snprintf(name, sizeof name, "%s.cu%s", rows[i].file, per);
+        (void)snprintf(heads, sizeof heads, "%d...128", rows[i].min_heads);
+        EXPECT(strcmp(launcher_of(kernel), launcher) == 0);
+        EXPECT(strcmp(kernel->name, name) == 0);
+        EXPECT(strcmp(kernel->arch_text, is_hopper ? "sm_90" : "sm_80+") == 0);
+        EXPECT(strcmp(kernel->heads_text, heads) == 0);
         EXPECT_EQ(kernel->arch, is_hopper ? 90 : 80);
         EXPECT_EQ(kernel->formats, rows[i].formats);
-        const bool is_paged = strstr(rows[i].launcher, "paged") != NULL;
-        const bool is_mha = strstr(rows[i].launcher, "mha") != NULL || is_paged;
-        const bool is_few = strstr(rows[i].launcher, "few") != NULL;
-        const bool is_table = is_few || strstr(rows[i].launcher, "dense") != NULL;
+        const bool is_paged = strstr(stem, "paged") != NULL;
+        const bool is_mha = strstr(stem, "mha") != NULL || is_paged;
+        const bool is_few = strstr(stem, "few") != NULL;
+        const bool is_table = is_few || strstr(stem, "dense") != NULL;
         const unsigned lists = SMLA_SOURCE(LISTS), table = SMLA_SOURCE(TABLE);
         EXPECT_EQ(kernel->sources, is_paged     ? SMLA_SOURCE(PAGED)
                                    : is_mha     ? SMLA_SOURCE(RAGGED)
@@ -171,17 +138,17 @@ test_table(void)
                   : is_table ? SMLA_NEEDS_SPLITS | (is_coded ? (unsigned)SMLA_NEEDS_QUERY_SCALE : 0)
                              : (unsigned)(SMLA_NEEDS_UNALIGNED | SMLA_NEEDS_SPLITS));
         EXPECT_EQ(kernel->is_few, is_few);
-        expect_tiles(kernel, rows[i].launcher);
+        expect_tiles(kernel, stem);
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
-        EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
+        EXPECT_EQ(kernel->heads_per_cta, per_cta);
         EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
         EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
         EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
         EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
         const unsigned fp8 = SMLA_ROWS_FP8 | SMLA_ROWS_V4 | SMLA_ROWS_E4M3_576;
         EXPECT_EQ(kernel->leaves_halves, is_hopper && !is_mha && (rows[i].formats & ~fp8) == 0);
-        EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
-        EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && rows[i].heads_per_cta == 64);
+        EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && per_cta < 64);
+        EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && per_cta == 64);
     }
 }
 
