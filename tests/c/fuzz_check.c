@@ -11,7 +11,7 @@
 #include "ops/check.h"
 
 #include "fuzz_input.h"
-#include "operators.h"
+#include "size_options.h"
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
@@ -139,151 +139,147 @@ is_read_by_check(int number, size_t offset)
     return false;
 }
 
-/* Leaves most numbers as they are. */
+/* What becomes of a field that is neither an array nor an int64_t: a double, any int32_t, or one
+ * below this number. */
+enum { DOUBLE = -1, ANY = 0, FLAG = 2, FORMAT = SMLA_NUM_KV_FORMATS + 1 };
+
+#define SCALAR(operator, most, member, field) {OP_##operator, most, AT_FIELD(member, field)}
+
+/* Every one. tests/package/test_source.py demands a row for each. */
+static const struct {
+    int number; /* the operator's OP_ number */
+    int most;
+    size_t offset;
+} scalars[] = {
+    SCALAR(concat_and_cache_mla, FORMAT, write, kv_format),
+    SCALAR(concat_and_cache_mla, DOUBLE, write, kv_scale.value),
+    SCALAR(gather_kv_cache, FORMAT, gather, kv_format),
+    SCALAR(gather_kv_cache, DOUBLE, gather, kv_scale.value),
+    SCALAR(dequantize_kv_cache, FORMAT, dequantize, kv_format),
+    SCALAR(dequantize_kv_cache, DOUBLE, dequantize, kv_scale.value),
+    SCALAR(quantize_and_insert_k_cache, FORMAT, insert, kv_format),
+    SCALAR(quantize_and_insert_k_cache, DOUBLE, insert, kv_scale.value),
+    SCALAR(indexer_k_quant_and_cache, FORMAT, index_insert, kv_format),
+    SCALAR(dequantize_and_gather_k_cache, FORMAT, gather_last, kv_format),
+    SCALAR(dequantize_and_gather_k_cache, DOUBLE, gather_last, kv_scale.value),
+    SCALAR(reshape_and_cache, DOUBLE, reshape, k_scale.value),
+    SCALAR(reshape_and_cache, DOUBLE, reshape, v_scale.value),
+    SCALAR(transfer_kv_cache, FORMAT, transfer, kv_format),
+    SCALAR(build_mixed_sparse_indices, FLAG, mixed, decode_indices_are_local),
+    SCALAR(sparse_attention, DOUBLE, attention, softmax_scale),
+    SCALAR(sparse_attention, ANY, attention, num_splits),
+    SCALAR(sparse_attention, FORMAT, attention, kv_format),
+    SCALAR(sparse_attention, FORMAT, attention, extra_kv_format),
+    SCALAR(sparse_attention, FLAG, attention, lse_empty_is_plus_inf),
+    SCALAR(sparse_attention, DOUBLE, attention, q_scale.value),
+    SCALAR(sparse_attention, DOUBLE, attention, kv_scale.value),
+    SCALAR(sparse_attention, DOUBLE, attention, extra_kv_scale.value),
+    SCALAR(sparse_mla_dsv4, DOUBLE, dsv4, bmm1_scale.value),
+    SCALAR(sparse_mla_dsv4, DOUBLE, dsv4, bmm2_scale.value),
+    SCALAR(mla_attention, DOUBLE, mla, q_scale.value),
+    SCALAR(mla_attention, DOUBLE, mla, kv_scale.value),
+    SCALAR(mla_attention, DOUBLE, mla, softmax_scale),
+    SCALAR(mla_attention, DOUBLE, mla, softcap),
+    SCALAR(mla_attention, FLAG, mla, has_window),
+    SCALAR(mla_attention, FLAG, mla, is_causal),
+    SCALAR(mla_attention, ANY, mla, num_splits),
+    SCALAR(mla_attention, FORMAT, mla, kv_format),
+    SCALAR(mla_attention, FLAG, mla, lse_empty_is_plus_inf),
+    SCALAR(mla_attention, ANY, mla, fills_padding),
+    SCALAR(varlen_attention, DOUBLE, varlen, q_descale.value),
+    SCALAR(varlen_attention, DOUBLE, varlen, k_descale.value),
+    SCALAR(varlen_attention, DOUBLE, varlen, v_descale.value),
+    SCALAR(varlen_attention, DOUBLE, varlen, softmax_scale),
+    SCALAR(varlen_attention, DOUBLE, varlen, softcap),
+    SCALAR(varlen_attention, FLAG, varlen, has_window),
+    SCALAR(varlen_attention, FLAG, varlen, is_causal),
+    SCALAR(varlen_attention, ANY, varlen, num_splits),
+    SCALAR(varlen_attention, ANY, varlen, fills_padding),
+    SCALAR(paged_attention, DOUBLE, paged, q_descale.value),
+    SCALAR(paged_attention, DOUBLE, paged, k_descale.value),
+    SCALAR(paged_attention, DOUBLE, paged, v_descale.value),
+    SCALAR(paged_attention, DOUBLE, paged, softmax_scale),
+    SCALAR(paged_attention, DOUBLE, paged, softcap),
+    SCALAR(paged_attention, FLAG, paged, has_window),
+    SCALAR(paged_attention, FLAG, paged, is_causal),
+    SCALAR(paged_attention, ANY, paged, num_splits),
+    SCALAR(paged_attention, ANY, paged, fills_padding),
+    SCALAR(split_kv_b_proj, ANY, split, storage),
+    SCALAR(split_kv_b_proj, FLAG, split, rows_are_outputs),
+    SCALAR(absorb_q_proj, ANY, absorb_q, storage),
+    SCALAR(absorb_o_proj, ANY, absorb_o, storage),
+    SCALAR(fused_q_kv_rmsnorm, DOUBLE, norm, eps),
+    SCALAR(apply_rope, FLAG, apply_rope, is_neox),
+    SCALAR(apply_rope, FLAG, apply_rope, inverse),
+    SCALAR(rope_and_cache_mla, FLAG, rope_and_cache, is_neox),
+    SCALAR(rope_and_cache_mla, FORMAT, rope_and_cache, kv_format),
+    SCALAR(rope_and_cache_mla, DOUBLE, rope_and_cache, kv_scale.value),
+    SCALAR(fused_inv_rope_fp8_quant, ANY, inverse, scale_layout),
+    SCALAR(fused_qnorm_rope_kv_insert, DOUBLE, qnorm, eps),
+    SCALAR(fused_qnorm_rope_kv_insert, DOUBLE, qnorm, q_scale_inv.value),
+    SCALAR(fused_qnorm_rope_kv_insert, DOUBLE, qnorm, kv_scale.value),
+    SCALAR(fused_qnorm_rope_kv_insert, FORMAT, qnorm, kv_format),
+    SCALAR(fused_indexer_q_rope_quant, DOUBLE, index_query, softmax_scale),
+    SCALAR(fused_indexer_q_rope_quant, DOUBLE, index_query, head_scale),
+    SCALAR(indexer_logits, FLAG, logits, leaves_rest),
+    SCALAR(indexer_logits, FORMAT, logits, kv_format),
+    SCALAR(compress_norm_rope_store, DOUBLE, compress, eps),
+    SCALAR(compress_norm_rope_store, DOUBLE, compress, kv_scale.value),
+    SCALAR(compress_norm_rope_store, FORMAT, compress, kv_format),
+    SCALAR(lightning_indexer, FORMAT, lightning, kv_format),
+};
+
 static void
-set_numbers(reader *r, int64_t *const *numbers, int count)
+set_scalar(reader *r, int most, void *field)
 {
-    for (int i = 0; i < count; i++) {
-        *numbers[i] = read_byte(r) % 4 == 0 ? read_number(r) : *numbers[i];
+    if (most == DOUBLE) {
+        const double x = read_byte(r) % 2 == 0 ? (double)read_count(r, 3) : read_double(r);
+        memcpy(field, &x, sizeof x);
+    } else {
+        const int32_t n = (int32_t)(most == ANY ? read_number(r) : read_count(r, most));
+        memcpy(field, &n, sizeof n);
     }
 }
 
-/* Sets the fields of the args that are not arrays. */
+/* Leaves out an array of the good call, or gives it in the place of another. */
 static void
-set_scalars(reader *r, int number, any_args *a)
+move_arrays(reader *r, int number, any_args *a)
 {
-    if (number == OP_convert_req_index_to_global_index) {
-        a->convert.block_size = read_number(r);
-    } else if (number == OP_sparse_attention) {
-        a->attention.softmax_scale = read_double(r);
-        a->attention.num_splits = (int32_t)read_number(r);
-        a->attention.kv_format = (int32_t)read_count(r, 4);
-        a->attention.extra_kv_format = (int32_t)read_count(r, 4);
-    } else if (number == OP_fused_q_kv_rmsnorm) {
-        a->norm.eps = read_double(r);
-    } else if (number == OP_scaled_quantize) {
-        int64_t *const numbers[] = {&a->scaled.group_rows, &a->scaled.group_columns};
-        set_numbers(r, numbers, 2);
-    } else if (number == OP_fp8_linear) {
-        int64_t *const numbers[] = {&a->linear.input_group_rows, &a->linear.input_group_columns};
-        set_numbers(r, numbers, 2);
-    } else if (number == OP_apply_rope) {
-        a->apply_rope.is_neox = (int32_t)read_count(r, 2);
-        a->apply_rope.inverse = (int32_t)read_count(r, 2);
-    } else if (number == OP_rope_and_cache_mla) {
-        a->rope_and_cache.is_neox = (int32_t)read_count(r, 2);
-        a->rope_and_cache.kv_format = (int32_t)read_count(r, 4);
-    } else if (number == OP_fused_inv_rope_fp8_quant) {
-        a->inverse.groups = read_number(r);
-        a->inverse.scale_layout = (int32_t)read_count(r, 4);
-    } else if (number == OP_compute_global_topk_indices_and_lens) {
-        a->global_topk.block_size = read_number(r);
-    } else if (number == OP_combine_topk_swa_indices) {
-        int64_t *const numbers[] = {&a->combine.window, &a->combine.ratio, &a->combine.topk,
-                                    &a->combine.M,      &a->combine.N,     &a->combine.align};
-        set_numbers(r, numbers, 6);
-    } else if (number == OP_build_mixed_sparse_indices) {
-        int64_t *const numbers[] = {&a->mixed.swa_block_size, &a->mixed.compressed_block_size,
-                                    &a->mixed.window, &a->mixed.ratio, &a->mixed.topk};
-        set_numbers(r, numbers, 5);
-        a->mixed.decode_indices_are_local = (int32_t)read_count(r, 2);
-    } else if (number == OP_sparse_mla_dsv4) {
-        a->dsv4.bmm1_scale.value = read_double(r);
-        a->dsv4.window = read_number(r);
-    } else if (number == OP_mla_attention) {
-        int64_t *const numbers[] = {&a->mla.window_left,     &a->mla.window_right,
-                                    &a->mla.attention_chunk, &a->mla.cp_rank,
-                                    &a->mla.cp_size,         &a->mla.cp_interleave,
-                                    &a->mla.max_seqlen_q,    &a->mla.max_seqlen_k};
-        a->mla.softcap = read_double(r);
-        set_numbers(r, numbers, 8);
-        a->mla.has_window = (int32_t)read_count(r, 2);
-        a->mla.is_causal = (int32_t)read_count(r, 2);
-        a->mla.num_splits = (int32_t)read_number(r);
-        a->mla.kv_format = (int32_t)read_count(r, 13);
-        if (read_count(r, 4) == 0) {
-            a->mla.slot_table = a->mla.block_table;
-            a->mla.block_table = NULL;
-        }
-    } else if (number == OP_varlen_attention) {
-        int64_t *const numbers[] = {&a->varlen.window_left, &a->varlen.window_right,
-                                    &a->varlen.attention_chunk, &a->varlen.max_seqlen_q,
-                                    &a->varlen.max_seqlen_k};
-        a->varlen.softcap = read_double(r);
-        set_numbers(r, numbers, 5);
-        a->varlen.has_window = (int32_t)read_count(r, 2);
-        a->varlen.is_causal = (int32_t)read_count(r, 2);
-        a->varlen.num_splits = (int32_t)read_number(r);
-        a->varlen.q_descale.value = (double)read_count(r, 3);
-        a->varlen.k_descale.value = (double)read_count(r, 3);
-        a->varlen.q_pe = read_count(r, 4) == 0 ? NULL : a->varlen.q_pe;
+    const bool is_moved = read_count(r, 4) == 0;
+    if (number == OP_mla_attention && is_moved) {
+        a->mla.slot_table = a->mla.block_table;
+        a->mla.block_table = NULL;
+    } else if (number == OP_varlen_attention && is_moved) {
+        a->varlen.q_pe = NULL;
     } else if (number == OP_paged_attention) {
-        int64_t *const numbers[] = {&a->paged.window_left,   &a->paged.attention_chunk,
-                                    &a->paged.cp_rank,       &a->paged.cp_size,
-                                    &a->paged.cp_interleave, &a->paged.max_seqlen_k};
-        a->paged.softcap = read_double(r);
-        set_numbers(r, numbers, 6);
-        a->paged.has_window = (int32_t)read_count(r, 2);
-        a->paged.is_causal = (int32_t)read_count(r, 2);
-        a->paged.num_splits = (int32_t)read_number(r);
-        a->paged.q_descale.value = (double)read_count(r, 3);
-        a->paged.v_descale.value = (double)read_count(r, 3);
         a->paged.qv = read_count(r, 4) == 0 ? NULL : a->paged.qv;
-        if (read_count(r, 4) == 0) {
+        if (is_moved) {
             a->paged.slot_table = a->paged.block_table;
             a->paged.block_table = NULL;
         }
-    } else if (number == OP_reshape_and_cache) {
-        a->reshape.k_scale.value = read_double(r); /* read where its array is left out */
-    } else if (number == OP_fused_qnorm_rope_kv_insert) {
-        a->qnorm.eps = read_double(r);
-        a->qnorm.q_scale_inv.value = (double)read_count(r, 3);
-        a->qnorm.kv_scale.value = (double)read_count(r, 3);
-        a->qnorm.kv_format = (int32_t)read_count(r, 13);
-        a->qnorm.block_size = read_count(r, 6);
-    } else if (number == OP_top_k_per_row) {
-        int64_t *const numbers[] = {&a->top_k.k, &a->top_k.slots_block_size};
-        set_numbers(r, numbers, 2);
-    } else if (number == OP_top_k_merge) {
-        int64_t *const numbers[] = {&a->top_k_merge.k};
-        set_numbers(r, numbers, 1);
-    } else if (number == OP_cp_local_positions) {
-        int64_t *const numbers[] = {&a->own_positions.cp_rank, &a->own_positions.cp_size,
-                                    &a->own_positions.cp_interleave};
-        set_numbers(r, numbers, 3);
-    } else if (number == OP_cp_local_topk) {
-        int64_t *const numbers[] = {&a->own_lists.cp_rank, &a->own_lists.cp_size,
-                                    &a->own_lists.cp_interleave};
-        set_numbers(r, numbers, 3);
-    } else if (number == OP_cp_local_lengths) {
-        int64_t *const numbers[] = {&a->own_lengths.cp_rank, &a->own_lengths.cp_size,
-                                    &a->own_lengths.cp_interleave};
-        set_numbers(r, numbers, 3);
-    } else if (number == OP_fused_indexer_q_rope_quant) {
-        a->index_query.head_scale = read_double(r);
-    } else if (number == OP_indexer_logits) {
-        a->logits.kv_format = (int32_t)read_count(r, 13);
-        a->logits.block_size = read_count(r, 6);
-        a->logits.block_table = read_count(r, 4) == 0 ? a->logits.starts : NULL;
-    } else if (number == OP_compress_norm_rope_store) {
-        a->compress.eps = read_double(r);
-        a->compress.ratio = read_number(r);
-        a->compress.kv_scale.value = (double)read_count(r, 3);
-        a->compress.kv_format = (int32_t)read_count(r, 13);
-        a->compress.block_size = read_count(r, 6);
+    } else if (number == OP_indexer_logits && is_moved) {
+        a->logits.block_table = a->logits.starts;
     } else if (number == OP_lightning_indexer) {
-        int64_t *const numbers[] = {&a->lightning.k, &a->lightning.slots_block_size,
-                                    &a->lightning.max_logits_bytes};
-        set_numbers(r, numbers, 3);
         const uint64_t bits = read_bits(r);
         memcpy(&a->lightning.dtype, &bits, sizeof a->lightning.dtype);
-        a->lightning.kv_format = (int32_t)read_count(r, 13);
-        a->lightning.block_size = read_count(r, 6);
-        a->lightning.block_table = read_count(r, 4) == 0 ? a->lightning.starts : NULL;
-    } else if (number <= OP_dequantize_kv_cache) {
-        int32_t *const formats[] = {&a->write.kv_format, &a->gather.kv_format,
-                                    &a->dequantize.kv_format};
-        *formats[number] = (int32_t)read_count(r, 4);
+        a->lightning.block_table = is_moved ? a->lightning.starts : NULL;
+    }
+}
+
+/* Sets fields that are not arrays. Most stay as they are. */
+static void
+set_fields(reader *r, int number, any_args *a)
+{
+    for (int i = 0; i < NUM_SIZE_OPTIONS; i++) {
+        if (size_options[i].number == number && read_byte(r) % 4 == 0) {
+            const int64_t n = read_number(r);
+            memcpy((uint8_t *)a + size_options[i].offset, &n, sizeof n);
+        }
+    }
+    for (size_t i = 0; i < sizeof scalars / sizeof scalars[0]; i++) {
+        if (scalars[i].number == number && read_byte(r) % 4 == 0) {
+            set_scalar(r, scalars[i].most, (uint8_t *)a + scalars[i].offset);
+        }
     }
 }
 
@@ -318,7 +314,8 @@ fuzz_operator(reader *r)
         }
     }
     if (flags & 64) {
-        set_scalars(r, number, &args);
+        set_fields(r, number, &args);
+        move_arrays(r, number, &args);
     }
     const smla_backend *backend = NULL;
     smla_error e = {.status = SMLA_OK};

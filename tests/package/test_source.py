@@ -391,8 +391,9 @@ def test_operators_are_tested_in_their_family_s_folder():
         assert 0 < counts[family] == max(counts.values()), (name, family, counts)
 
 
-def test_sizes_of_c_are_tried():
-    """tests/c/test_sizes.c has a row for each int64_t of an operator's args."""
+def fields_of_args(*types: str) -> set[tuple[str, str]]:
+    """The fields of some types in the args of all operators, each with the operator's member of
+    any_args."""
     cases = (ROOT / "tests" / "c" / "good_args.h").read_text()
     union = re.search(r"typedef union any_args \{(.*?)\n\}", cases, re.S)[1]
     structs = {
@@ -402,12 +403,28 @@ def test_sizes_of_c_are_tried():
             r"typedef struct \w+ \{\n((?:    .*\n)*)\} (\w+);", path.read_text()
         )
     }
-    wanted = {
+    return {
         (member, field)
         for struct, member in re.findall(r"(smla_\w+_args) (\w+);", union)
-        for field in re.findall(r"^    int64_t (\w+);", structs[struct], re.M)
+        for field in re.findall(rf"^    (?:{'|'.join(types)}) (\w+);", structs[struct], re.M)
     }
-    tried = (ROOT / "tests" / "c" / "test_sizes.c").read_text()
-    rows = re.findall(r"ROW\(\w+,\s*\"\w+\",\s*(\w+),\s*(\w+),", tried)
-    assert len(wanted) > 40
-    assert wanted == {*rows}
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "types", "least"),
+    [
+        ("size_options.h", r"ROW\(\w+,\s*\"\w+\",\s*(\w+),\s*(\w+),", ["int64_t"], 60),
+        (
+            "fuzz_check.c",
+            r"\n    SCALAR\(\w+,\s*\w+,\s*(\w+),\s*(\w+)(?:\.value)?\)",
+            ["int32_t", "double", "smla_scale_arg"],
+            70,
+        ),
+    ],
+    ids=["sizes", "others"],
+)
+def test_every_number_of_c_is_tried(file, row, types, least):
+    """A table has a row for each number of an operator's args."""
+    wanted = fields_of_args(*types)
+    assert len(wanted) > least
+    assert wanted == {*re.findall(row, (ROOT / "tests" / "c" / file).read_text())}
