@@ -162,9 +162,11 @@ test-c: environment ## the C tests alone, two at a time
 # smaller_cpu.py copies the programs without the code that older CPUs lack. A release runs under
 # qemu, too. Its version 7.2 applies the modes for subnormal numbers to AVX2's conversions of fp16 as
 # well, which processors do not, and it is slow, which tests of interrupts may notice. So programs
-# may find wrong bytes there, but no signal may end them. Threads share work in the same way on every
-# CPU, and their large calls would take qemu ten minutes: the copies run them.
+# may find wrong bytes there, but no signal may end them. Threads and their stacks are left to the
+# copies: what calls on many threads share does not depend on the CPU, and under qemu they take
+# minutes each.
 AS_OLDER := build/$(VARIANT)/tests
+NATIVE := test_threads test_small_stacks
 test-c-older: environment ## the C tests as on CPUs without AVX, and with AVX2 alone
 	@$(BUILD_C_TESTS)
 	@for cpu in base avx2; do \
@@ -174,8 +176,8 @@ test-c-older: environment ## the C tests as on CPUs without AVX, and with AVX2 a
 ifeq ($(VARIANT),release)
 	@command -v qemu-x86_64 > /dev/null || \
 	    { echo "no qemu-x86_64: apt install qemu-user" >&2; exit 1; }
-	@$(call run_c_tests,qemu-x86_64 -cpu Nehalem $(AS_OLDER), under qemu without AVX,1,test_threads)
-	@$(call run_c_tests,qemu-x86_64 -cpu max$(comma)-avx512f $(AS_OLDER), under qemu on AVX2,1,test_threads)
+	@$(call run_c_tests,qemu-x86_64 -cpu Nehalem $(AS_OLDER), under qemu without AVX,1,$(NATIVE))
+	@$(call run_c_tests,qemu-x86_64 -cpu max$(comma)-avx512f $(AS_OLDER), under qemu on AVX2,1,$(NATIVE))
 endif
 
 # qemu emulates a CPU with every extension that it knows (-cpu max). The programs of projections also
