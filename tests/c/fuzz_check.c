@@ -11,7 +11,7 @@
 #include "ops/check.h"
 
 #include "fuzz_input.h"
-#include "size_options.h"
+#include "numbers.h"
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
@@ -139,96 +139,6 @@ is_read_by_check(int number, size_t offset)
     return false;
 }
 
-/* What becomes of a field that is neither an array nor an int64_t: a double, any int32_t, or one
- * below this number. */
-enum { DOUBLE = -1, ANY = 0, FLAG = 2, FORMAT = SMLA_NUM_KV_FORMATS + 1 };
-
-#define SCALAR(operator, most, member, field) {OP_##operator, most, AT_FIELD(member, field)}
-
-/* Every one. tests/package/test_source.py demands a row for each. */
-static const struct {
-    int number; /* the operator's OP_ number */
-    int most;
-    size_t offset;
-} scalars[] = {
-    SCALAR(concat_and_cache_mla, FORMAT, write, kv_format),
-    SCALAR(concat_and_cache_mla, DOUBLE, write, kv_scale.value),
-    SCALAR(gather_kv_cache, FORMAT, gather, kv_format),
-    SCALAR(gather_kv_cache, DOUBLE, gather, kv_scale.value),
-    SCALAR(dequantize_kv_cache, FORMAT, dequantize, kv_format),
-    SCALAR(dequantize_kv_cache, DOUBLE, dequantize, kv_scale.value),
-    SCALAR(quantize_and_insert_k_cache, FORMAT, insert, kv_format),
-    SCALAR(quantize_and_insert_k_cache, DOUBLE, insert, kv_scale.value),
-    SCALAR(indexer_k_quant_and_cache, FORMAT, index_insert, kv_format),
-    SCALAR(dequantize_and_gather_k_cache, FORMAT, gather_last, kv_format),
-    SCALAR(dequantize_and_gather_k_cache, DOUBLE, gather_last, kv_scale.value),
-    SCALAR(reshape_and_cache, DOUBLE, reshape, k_scale.value),
-    SCALAR(reshape_and_cache, DOUBLE, reshape, v_scale.value),
-    SCALAR(transfer_kv_cache, FORMAT, transfer, kv_format),
-    SCALAR(build_mixed_sparse_indices, FLAG, mixed, decode_indices_are_local),
-    SCALAR(sparse_attention, DOUBLE, attention, softmax_scale),
-    SCALAR(sparse_attention, ANY, attention, num_splits),
-    SCALAR(sparse_attention, FORMAT, attention, kv_format),
-    SCALAR(sparse_attention, FORMAT, attention, extra_kv_format),
-    SCALAR(sparse_attention, FLAG, attention, lse_empty_is_plus_inf),
-    SCALAR(sparse_attention, DOUBLE, attention, q_scale.value),
-    SCALAR(sparse_attention, DOUBLE, attention, kv_scale.value),
-    SCALAR(sparse_attention, DOUBLE, attention, extra_kv_scale.value),
-    SCALAR(sparse_mla_dsv4, DOUBLE, dsv4, bmm1_scale.value),
-    SCALAR(sparse_mla_dsv4, DOUBLE, dsv4, bmm2_scale.value),
-    SCALAR(mla_attention, DOUBLE, mla, q_scale.value),
-    SCALAR(mla_attention, DOUBLE, mla, kv_scale.value),
-    SCALAR(mla_attention, DOUBLE, mla, softmax_scale),
-    SCALAR(mla_attention, DOUBLE, mla, softcap),
-    SCALAR(mla_attention, FLAG, mla, has_window),
-    SCALAR(mla_attention, FLAG, mla, is_causal),
-    SCALAR(mla_attention, ANY, mla, num_splits),
-    SCALAR(mla_attention, FORMAT, mla, kv_format),
-    SCALAR(mla_attention, FLAG, mla, lse_empty_is_plus_inf),
-    SCALAR(mla_attention, ANY, mla, fills_padding),
-    SCALAR(varlen_attention, DOUBLE, varlen, q_descale.value),
-    SCALAR(varlen_attention, DOUBLE, varlen, k_descale.value),
-    SCALAR(varlen_attention, DOUBLE, varlen, v_descale.value),
-    SCALAR(varlen_attention, DOUBLE, varlen, softmax_scale),
-    SCALAR(varlen_attention, DOUBLE, varlen, softcap),
-    SCALAR(varlen_attention, FLAG, varlen, has_window),
-    SCALAR(varlen_attention, FLAG, varlen, is_causal),
-    SCALAR(varlen_attention, ANY, varlen, num_splits),
-    SCALAR(varlen_attention, ANY, varlen, fills_padding),
-    SCALAR(paged_attention, DOUBLE, paged, q_descale.value),
-    SCALAR(paged_attention, DOUBLE, paged, k_descale.value),
-    SCALAR(paged_attention, DOUBLE, paged, v_descale.value),
-    SCALAR(paged_attention, DOUBLE, paged, softmax_scale),
-    SCALAR(paged_attention, DOUBLE, paged, softcap),
-    SCALAR(paged_attention, FLAG, paged, has_window),
-    SCALAR(paged_attention, FLAG, paged, is_causal),
-    SCALAR(paged_attention, ANY, paged, num_splits),
-    SCALAR(paged_attention, ANY, paged, fills_padding),
-    SCALAR(split_kv_b_proj, ANY, split, storage),
-    SCALAR(split_kv_b_proj, FLAG, split, rows_are_outputs),
-    SCALAR(absorb_q_proj, ANY, absorb_q, storage),
-    SCALAR(absorb_o_proj, ANY, absorb_o, storage),
-    SCALAR(fused_q_kv_rmsnorm, DOUBLE, norm, eps),
-    SCALAR(apply_rope, FLAG, apply_rope, is_neox),
-    SCALAR(apply_rope, FLAG, apply_rope, inverse),
-    SCALAR(rope_and_cache_mla, FLAG, rope_and_cache, is_neox),
-    SCALAR(rope_and_cache_mla, FORMAT, rope_and_cache, kv_format),
-    SCALAR(rope_and_cache_mla, DOUBLE, rope_and_cache, kv_scale.value),
-    SCALAR(fused_inv_rope_fp8_quant, ANY, inverse, scale_layout),
-    SCALAR(fused_qnorm_rope_kv_insert, DOUBLE, qnorm, eps),
-    SCALAR(fused_qnorm_rope_kv_insert, DOUBLE, qnorm, q_scale_inv.value),
-    SCALAR(fused_qnorm_rope_kv_insert, DOUBLE, qnorm, kv_scale.value),
-    SCALAR(fused_qnorm_rope_kv_insert, FORMAT, qnorm, kv_format),
-    SCALAR(fused_indexer_q_rope_quant, DOUBLE, index_query, softmax_scale),
-    SCALAR(fused_indexer_q_rope_quant, DOUBLE, index_query, head_scale),
-    SCALAR(indexer_logits, FLAG, logits, leaves_rest),
-    SCALAR(indexer_logits, FORMAT, logits, kv_format),
-    SCALAR(compress_norm_rope_store, DOUBLE, compress, eps),
-    SCALAR(compress_norm_rope_store, DOUBLE, compress, kv_scale.value),
-    SCALAR(compress_norm_rope_store, FORMAT, compress, kv_format),
-    SCALAR(lightning_indexer, FORMAT, lightning, kv_format),
-};
-
 static void
 set_scalar(reader *r, int most, void *field)
 {
@@ -270,13 +180,13 @@ move_arrays(reader *r, int number, any_args *a)
 static void
 set_fields(reader *r, int number, any_args *a)
 {
-    for (int i = 0; i < NUM_SIZE_OPTIONS; i++) {
-        if (size_options[i].number == number && read_byte(r) % 4 == 0) {
+    for (int i = 0; i < NUM_SIZES; i++) {
+        if (sizes[i].number == number && read_byte(r) % 4 == 0) {
             const int64_t n = read_number(r);
-            memcpy((uint8_t *)a + size_options[i].offset, &n, sizeof n);
+            memcpy((uint8_t *)a + sizes[i].offset, &n, sizeof n);
         }
     }
-    for (size_t i = 0; i < sizeof scalars / sizeof scalars[0]; i++) {
+    for (int i = 0; i < NUM_SCALARS; i++) {
         if (scalars[i].number == number && read_byte(r) % 4 == 0) {
             set_scalar(r, scalars[i].most, (uint8_t *)a + scalars[i].offset);
         }

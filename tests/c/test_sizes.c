@@ -1,7 +1,7 @@
 /* test_sizes.c: sizes of 0 and below, in every option of every operator: the call says which option
  * it is, or the value has a meaning.
  */
-#include "size_options.h"
+#include "numbers.h"
 
 /* Whether a value has a meaning, which other arguments need not fit. */
 static bool
@@ -46,13 +46,13 @@ static void
 test_operators(void)
 {
     const int64_t values[] = {0, -1, -2, INT32_MIN, INT64_MIN};
-    for (int i = 0; i < NUM_SIZE_OPTIONS; i++) {
+    for (int i = 0; i < NUM_SIZES; i++) {
         for (size_t j = 0; j < sizeof values / sizeof values[0]; j++) {
             const int before = failures;
-            try_size(&size_options[i], values[j]);
+            try_size(&sizes[i], values[j]);
             if (failures != before) {
-                printf("    %s, %s = %lld: %s\n", operators[size_options[i].number].name,
-                       size_options[i].name, (long long)values[j], error.text);
+                printf("    %s, %s = %lld: %s\n", operators[sizes[i].number].name, sizes[i].name,
+                       (long long)values[j], error.text);
             }
         }
     }
