@@ -182,8 +182,8 @@ class Suite:
 
         self.programs = [path.stem for path in selected("tests/c", "test_*.c")]
         # test_mutants.py compares the list of explained faults with the text of the source, not
-        # with what the source does.
-        left_out = ("test_gpu_", "test_mutants")
+        # with what the source does. vLLM for CPUs and SGLang have environments of their own.
+        left_out = ("test_gpu_", "test_mutants", "test_vllm_cpu", "test_sglang")
         files = [p for p in selected("tests", "*/test_*.py") if not p.name.startswith(left_out)]
         self.files = [f"{path.parent.name}/{path.name}" for path in files]
         self.seconds = {}
